@@ -369,13 +369,14 @@ def cross_entropy(device: str) -> Results:
 
 
 def table_of_cases(device: str) -> Results:
-    """Run the cases of the operators' own tests (operator_cases.py), but not those of embedding and of losses.
+    """Run the cases of the operators' own tests (operator_cases.py), but not those of embedding and of matrix products.
 
-    On CUDA, embedding calls PyTorch's operators. Losses have functions of their own.
+    On CUDA, embedding calls PyTorch's operators, and linear layers those of cuBLAS. Losses and attention have functions
+    of their own.
     """
     found: Results = {}
     for name, operator in sorted(operators().items()):
-        if name.startswith(("cross_entropy", "embedding", "linear_cross_entropy", "linear_distillation")):
+        if operator.autocast is not None or name.startswith(("cross_entropy", "embedding")):
             continue
         for case in operator.cases:
             if case.dtype != torch.float64:

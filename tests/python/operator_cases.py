@@ -42,6 +42,16 @@ def on_gpu() -> bool:
     return emulated or torch.get_default_device().type == "cuda"
 
 
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def product_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the operands of products: GPUs and CPUs with bf16 units multiply in 16 bits."""
+    units = dtype == torch.bfloat16 and torch.ops.shoestring._cpu_capability() in ("avx512", "amx")
+    return dtype if units or on_gpu() else wide_dtype(dtype)
+
+
 def slack_of_products(elements: int, dtype: torch.dtype) -> float:
     """Allow more on GPUs: tensor cores drop low bits of sums that fp32 units keep."""
     return 1e-6 if on_gpu() else 2e-7
@@ -54,19 +64,21 @@ class Draw:
     Args:
         shape: shape of the tensor.
         values: returns the values on the CPU, fp32 or integers, from the shape and a generator.
-        dtype: dtype of the tensor; None is that of the case for floats, and that of the values for integers.
+        dtype: dtype of the tensor, or a function of the dtype of the case; None is the dtype of the case for floats, and
+            that of the values for integers.
         gradient: whether the operator has a gradient of this argument.
     """
 
     shape: tuple[int, ...]
     values: Values
-    dtype: torch.dtype | None = None
+    dtype: torch.dtype | Callable[[torch.dtype], torch.dtype] | None = None
     gradient: bool = True
 
     def tensor(self, seed: str, dtype: torch.dtype, device: torch.device | str) -> Tensor:
         # A GPU must get the values of the CPU, and tests may have set another default device.
         values = self.values(self.shape, torch.Generator().manual_seed(zlib.crc32(seed.encode())))
-        return values.to(device, self.dtype or (dtype if values.is_floating_point() else values.dtype))
+        own = dtype if values.is_floating_point() else values.dtype
+        return values.to(device, self.dtype(dtype) if callable(self.dtype) else self.dtype or own)
 
 
 def normal(*shape: int, scale: float = 1.0, mean: float = 0.0, **more: Any) -> Draw:
@@ -79,11 +91,18 @@ def uniform(*shape: int, low: float = 0.0, high: float = 1.0, **more: Any) -> Dr
     return Draw(shape, lambda s, g: torch.rand(s, generator=g, device="cpu") * (high - low) + low, **more)
 
 
+def casts(*names: str) -> Callable[[Arguments], Arguments]:
+    """Return a function that casts arguments to bf16."""
+    return lambda given: given | {name: given[name].bfloat16() for name in names}
+
+
 def label(part: tuple[int, int] | torch.dtype | Arguments) -> str:
     """Return the name of a size, a dtype or options in the name of a case."""
     if isinstance(part, dict):
         words = (
-            name if callable(value) else f"{name}={str(value).removeprefix('torch.')}"
+            name
+            if callable(value) or isinstance(value, Draw)
+            else f"{name}={str(value).removeprefix('torch.')}"
             for name, value in part.items()
         )
         return " ".join(words) or "plain"
@@ -100,8 +119,9 @@ class Operator:
     """An operator of ``torch.ops.shoestring``, and how it is tested.
 
     A result passes if its error against the reference in fp64 is at most ``factor`` times the error of the reference
-    in the dtype of the case, plus ``slack``, or if random roundings explain it (``rounding.py``). The slack of 2e-7
-    is that of three roundings to fp32, each of at most 6e-8: the reference may round exactly by luck.
+    in the dtype of the case, plus ``slack``, or if random roundings to the dtype ``computed`` explain it
+    (``rounding.py``). The slack of 2e-7 is that of three roundings to fp32, each of at most 6e-8: the reference may
+    round exactly by luck.
 
     Args:
         name: name of the operator.
@@ -114,8 +134,14 @@ class Operator:
         dtypes: dtypes of the cases.
         factor, slack: bound of the error, see above. The slack may depend on rows * features and
             the dtype.
+        computed: returns the dtype of random roundings for the dtype of a case.
         twice_differentiable: whether the gradient is differentiable.
-        autocasts: whether autocast casts the arguments, as those of a linear layer.
+        autocast: returns the arguments that give the results of the operator under autocast in bf16. None: autocast
+            changes no bit.
+        schema: returns the arguments of the schema for those of the cases, if they differ: cases have no lists.
+        function: the Python function, with the arguments of the cases. None is that of ``shoestring.ops``, with the
+            arguments of the schema.
+        fp64_device: device of fp64 tensors; None is that of other tensors.
     """
 
     name: str
@@ -126,13 +152,16 @@ class Operator:
     dtypes: Sequence[torch.dtype] = FLOATS
     factor: float = 1.1
     slack: float | Callable[[int, torch.dtype], float] = 2e-7
+    computed: Callable[[torch.dtype], torch.dtype] = wide_dtype
     twice_differentiable: bool = False
-    autocasts: bool = False
+    autocast: Callable[[Arguments], Arguments] | None = None
+    schema: Callable[..., Arguments] = dict
+    function: Callable[..., Any] | None = None
+    fp64_device: str | None = None
     traced: int | None = None
 
-    @property
-    def call(self) -> Any:
-        return getattr(torch.ops.shoestring, self.name)
+    def call(self, **given: Any) -> Any:
+        return getattr(torch.ops.shoestring, self.name)(**self.schema(**given))
 
     def case(
         self, rows: int, features: int, dtype: torch.dtype = torch.float32, options: Arguments | None = None
@@ -183,7 +212,9 @@ class Case:
 
         All dtypes and options of a size have the same numbers, up to the rounding to the dtype.
         """
-        device = torch.get_default_device() if device is None else device
+        if device is None:
+            own = self.operator.fp64_device if self.dtype == torch.float64 else None
+            device = own or torch.get_default_device()
         found = dict(self.arguments)
         for name, draw in found.items():
             if isinstance(draw, Draw):

@@ -1,5 +1,6 @@
 """The tests that every operator passes. The test of an operator derives a class from :class:`OperatorTests`."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -32,10 +33,6 @@ def transposed(t: Tensor) -> Tensor:
 def spread_out(t: Tensor) -> Tensor:
     """Return a tensor of equal elements with gaps between them: every second element of its last dimension."""
     return t.repeat_interleave(2, -1)[..., ::2] if t.dim() > 0 else t
-
-
-def cast_to_bf16(value: Any) -> Any:
-    return value.bfloat16() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 def call_of_leaves(case: Case, seed: int) -> tuple[Callable[..., Any], list[Tensor]]:
@@ -82,7 +79,8 @@ class OperatorTests:
         kinds = [{name: (t.shape, t.dtype) for name, t in results.items()} for results in (ours, eager)]
         assert kinds[0] == kinds[1]
         parts = (list(results.values()) for results in (ours, eager))
-        assert_no_worse(list(ours), *parts, exact(), exact, self.operator.factor, case.slack)
+        computed = self.operator.computed(dtype)
+        assert_no_worse(list(ours), *parts, exact(), exact, self.operator.factor, case.slack, computed)
 
     @pytest.mark.sample(simt=5)
     def test_gradcheck(self, options: Arguments, seed: int) -> None:
@@ -103,7 +101,8 @@ class OperatorTests:
         assert str(caught.value).partition(":")[0] in self.operator.name
 
     def test_opcheck(self, traced: Arguments, seed: int) -> None:
-        given, overload = self.operator.case(4, 70, options=traced).given(seed), self.operator.call.default
+        overload = getattr(torch.ops.shoestring, self.operator.name).default
+        given = self.operator.schema(**self.operator.case(4, 70, options=traced).given(seed))
         args = [a for a in overload._schema.arguments if not a.kwarg_only]
         positional = tuple(given.pop(a.name, a.default_value) for a in args)
         torch.library.opcheck(overload, positional, given)
@@ -121,33 +120,32 @@ class OperatorTests:
             assert equal(case.results(compiled, given, seed), case.results(call, given, seed))
 
     @pytest.mark.parametrize("arranged", [transposed, spread_out])
-    def test_strides_change_no_bit(self, arranged: Callable[[Tensor], Tensor], seed: int) -> None:
+    def test_strides_change_no_bit(
+        self, backend: str, arranged: Callable[[Tensor], Tensor], seed: int
+    ) -> None:
         case = self.operator.case(9, 77)
         given = case.given(seed)
         others = {
             name: arranged(t.detach()).requires_grad_(t.requires_grad)
             for name, t in tensors_of(given).items()
         }
-        assert equal(
-            case.results(self.operator.call, given | others, seed),
-            case.results(self.operator.call, given, seed),
-        )
+        ours, expected = (case.results(self.operator.call, g, seed) for g in (given | others, given))
+        if backend == "cuda" and self.operator.autocast:  # cuBLAS chooses its kernels by the strides
+            torch.testing.assert_close(ours, expected)
+        else:
+            assert equal(ours, expected)
 
     def test_autocast(self, seed: int) -> None:
-        """Autocast changes no bit, or casts the arguments. A gradient may be exacter than that of a cast argument."""
-        case = self.operator.case(9, 77)
+        """Autocast changes no bit but by its casts. A gradient may be exacter than that of a cast argument."""
+        case, change = self.operator.case(9, 77), self.operator.autocast or dict
         given = case.given(seed)
-
-        def cast(**given: Any) -> Any:
-            return self.operator.call(**{name: cast_to_bf16(value) for name, value in given.items()})
-
-        expected = case.results(cast if self.operator.autocasts else self.operator.call, given, seed)
+        expected = case.results(lambda **given: self.operator.call(**change(given)), given, seed)
         with torch.autocast(expected["result 0"].device.type, torch.bfloat16):
             ours = case.results(self.operator.call, given, seed)
         assert {name: t.dtype for name, t in ours.items()} == {name: t.dtype for name, t in expected.items()}
-        if self.operator.autocasts:
+        if self.operator.autocast:
             ours, expected = (
-                {name: cast_to_bf16(t) if "gradient" in name else t for name, t in results.items()}
+                {name: t.bfloat16() if "gradient" in name else t for name, t in results.items()}
                 for results in (ours, expected)
             )
         assert equal(ours, expected)
@@ -167,7 +165,11 @@ class OperatorTests:
     def test_python_function_returns_the_bits_of_the_operator(self, seed: int) -> None:
         case = self.operator.case(5, 77)
         given = case.given(seed)
-        function = getattr(shoestring.ops, self.operator.name)
+
+        def of_ops(**given: Any) -> Any:
+            return getattr(shoestring.ops, self.operator.name)(**self.operator.schema(**given))
+
+        function = self.operator.function or of_ops
         assert equal(case.results(function, given, seed), case.results(self.operator.call, given, seed))
 
     @pytest.mark.parametrize("float8", FLOAT8, ids=label)
@@ -191,5 +193,7 @@ class OperatorTests:
                 self.operator.call(**here | {name: moved})
             message = str(caught.value).splitlines()[0]
             operator, names, _ = message.split(": ", 2)
-            assert operator in self.operator.name and {*names.split(", ")} <= {*tensors}, message
+            # Some operators call the one of a group.
+            assert operator in self.operator.name or self.operator.name in operator, message
+            assert {*re.split(", | and ", names)} <= {*tensors}, message
             assert all(device in message for device in devices), message

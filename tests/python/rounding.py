@@ -6,7 +6,6 @@ estimates the error that an implementation has without luck. It repeats the comp
 roundings of the narrower dtype, which is known as Monte Carlo arithmetic.
 """
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -91,16 +90,16 @@ def error_bounds(
     compute: Callable[[], Sequence[Tensor]],
     factor: float,
     slack: float,
+    computed: torch.dtype = torch.float32,
 ) -> list[float]:
     """Return the largest error that each result may have: ``factor`` times that of eager PyTorch, plus ``slack``.
 
     If an error of ``ours`` is greater, the bounds are at least what :func:`rounding_errors` expects of results that are
-    computed in fp32, or in fp64 if a result is fp64. ``compute`` then returns all results in fp64.
+    computed in ``computed``. ``compute`` then returns all results in fp64.
     """
     bounds = [factor * relative_error(b, exact) + slack for b, exact in zip(eagers, exacts, strict=True)]
     if all(relative_error(a, exact) <= bound for a, exact, bound in zip(ours, exacts, bounds, strict=True)):
         return bounds
-    computed = functools.reduce(torch.promote_types, (t.dtype for t in ours), torch.float32)
     return list(map(max, bounds, rounding_errors(compute, exacts, computed)))
 
 
@@ -112,9 +111,10 @@ def assert_no_worse(
     compute: Callable[[], Sequence[Tensor]],
     factor: float,
     slack: float,
+    computed: torch.dtype = torch.float32,
 ) -> None:
     """Assert that errors are at most ``factor`` times those of eager PyTorch plus ``slack``, apart from luck."""
-    bounds = error_bounds(ours, eagers, exacts, compute, factor, slack)
+    bounds = error_bounds(ours, eagers, exacts, compute, factor, slack, computed)
     for name, a, b, exact, bound in zip(names, ours, eagers, exacts, bounds, strict=True):
         error, theirs = relative_error(a, exact), relative_error(b, exact)
         assert error <= bound, f"{name} in {a.dtype}: {error:.2e}, eager {theirs:.2e}, bound {bound:.2e}"

@@ -91,11 +91,12 @@ def describe(
         torch.ops.shoestring._set_cpu_capability(capability)
         ours, eager = (case.results(f, given, seed) for f in (operator.call, operator.reference))
         parts = (list(found.values()) for found in (ours, eager))
-        bounds[capability] = error_bounds(*parts, exacts, compute, operator.factor, case.slack)
+        computed = operator.computed(case.dtype)
+        bounds[capability] = error_bounds(*parts, exacts, compute, operator.factor, case.slack, computed)
     return {
         "operator": operator.name,
         "case": case.name,
-        "arguments": {name: argument(name, value) for name, value in given.items()},
+        "arguments": {name: argument(name, value) for name, value in operator.schema(**given).items()},
         "leaves": [prefix + name for name in leaves],
         "results": [
             {

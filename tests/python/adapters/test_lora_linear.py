@@ -1,162 +1,94 @@
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
 
 import shoestring
-from references.adapters import lora_linear_reference, lora_weight_norm_reference
+from operator_cases import Arguments, Draw, Operator, casts, integers, normal, product_dtype, uniform
+from operator_tests import OperatorTests
+from references.adapters import lora_weight_norm_reference
 from relative_error import relative_error
-from rounding import rounding_errors
 from shoestring.ops import LoraWeight
+from weight_cases import INT4, INT8, NESTED, NF4, codes, outputs, reference, with_weight
 
 pytestmark = pytest.mark.device
 
-OPERATOR = torch.ops.shoestring.lora_linear.default
-# Shapes (tokens, in_features, out_features, rank): one token; odd sizes; rows that end inside quantisation
-# blocks; a weight that the operator converts in more than one panel of 1 MiB.
-SHAPES = [(1, 64, 32, 4), (3, 5, 7, 2), (33, 100, 70, 16), (40, 2048, 300, 8)]
+RANKS = {5: 2, 64: 4, 100: 16}  # by numbers of features
 
 
-# For each test case, the optional arguments of lora_linear besides x, the weight and the adapter. A case with
-# `seed` has dropout.
-CASES = {
-    "plain": ("bias",),
-    "no adapter": ("bias", "gain"),
-    "dropout": ("bias", "seed"),
-    "dora": ("bias", "gain"),
-    "swiglu": ("gate", "seed"),
-    "rows": ("low_scale",),
-    "all": ("bias", "gain", "low_scale", "gate", "seed"),
-}
+def rank_of(features: int) -> int:
+    """Return 8 in most cases: the bits of narrower products, which are PyTorch's, depend on strides and threads."""
+    return RANKS.get(features, 8)
 
 
-def make(
-    shape: tuple[int, int, int, int], dtype: torch.dtype, adapter: torch.dtype, case: str
-) -> dict[str, Tensor]:
-    tokens, columns, rows, rank = shape
-    tensors = {
-        "x": torch.randn(tokens, columns).to(dtype),
-        "gate": torch.randn(tokens, columns).to(dtype),
-        "bias": torch.randn(rows).to(dtype),
-        "lora_A": torch.randn(rank, columns).to(adapter) / columns**0.5,
-        "lora_B": torch.randn(rows, rank).to(adapter),
-        "gain": torch.rand(rows).to(adapter) + 0.5,
-        "low_scale": torch.randint(2, (tokens, rank)).to(adapter),
-        "seed": torch.randint(1 << 62, (1,)),
+def of_adapter(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of adapters for the dtype of x; a bf16 weight with an fp32 adapter is the usual case."""
+    return torch.float32 if dtype == torch.bfloat16 else dtype
+
+
+def arguments(tokens: int, features: int) -> Arguments:
+    rows, rank = outputs(features), rank_of(features)
+    return {
+        "x": normal(tokens, features),
+        "weight": normal(rows, features, scale=features**-0.5, gradient=False),
+        "absmax": None,
+        "nested": None,
+        "bias": normal(rows),
+        "lora_A": normal(rank, features, scale=features**-0.5, dtype=of_adapter),
+        "lora_B": normal(rows, rank, dtype=of_adapter),
+        "scaling": 0.7,
     }
-    adapter_names = () if case == "no adapter" else ("lora_A", "lora_B")
-    return {name: t for name, t in tensors.items() if name in ("x", *adapter_names, *CASES[case])}
 
 
-def split(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, object]]:
-    """Return the arguments of lora_linear that require gradients, and the other arguments."""
-    rest: dict[str, object] = {k: v for k, v in tensors.items() if k in ("low_scale", "seed")}
-    if "seed" in rest:
-        rest["dropout"] = 0.3
-    return {k: v for k, v in tensors.items() if k not in rest}, rest
+def gain(tokens: int, features: int) -> Draw:
+    return uniform(outputs(features), low=0.5, high=1.5, dtype=of_adapter)
 
 
-def base_weight(base: str, weight: Tensor) -> Tensor:
-    if base == "int8":
-        return shoestring.quantize_int8(weight)
-    quant_type = "int4" if base == "int4" else "nf4"
-    return (
-        weight
-        if base == "dense"
-        else shoestring.quantize_4bit(weight, quant_type, double_quant=base == "nested", block_size=32)
-    )
+def gate(tokens: int, features: int) -> Draw:
+    return normal(tokens, features)
 
 
-# The cases "plain" and "all" run with each shape and base weight, the other cases with some.
-GRID = [
-    (shape, base, case)
-    for shape in SHAPES
-    for base in ("dense", "nf4", "nested", "int4", "int8")
-    for case in CASES
-    if case in ("plain", "all") or (base not in ("nested", "int4") and shape == SHAPES[2])
+def low_scale(tokens: int, features: int) -> Draw:
+    return codes(tokens, rank_of(features), high=2, dtype=torch.float32)
+
+
+# The options of a base weight. Without lora_A and lora_B, IA3 remains.
+DROPOUT: Arguments = {"seed": integers(1, high=1 << 62), "dropout": 0.3}
+ALL = DROPOUT | {"gain": gain, "low_scale": low_scale, "gate": gate}
+SOME: list[Arguments] = [
+    {},
+    {"lora_A": None, "lora_B": None, "gain": gain},
+    DROPOUT,
+    {"gain": gain},
+    DROPOUT | {"gate": gate, "bias": None},
+    {"low_scale": low_scale, "bias": None},
 ]
 
 
-@pytest.mark.sample(simt=18)
-@pytest.mark.parametrize(("shape", "base", "case"), GRID, ids=str)
-def test_no_worse_than_eager(capability: str, shape: tuple[int, int, int, int], base: str, case: str) -> None:
-    """The output and all gradients are about as close to fp64 results as those of eager PyTorch."""
-    if capability == "simt" and shape[1] > 1000:
-        # The emulator of GPU kernels is slow, so make the largest weight smaller.
-        shape = (*shape[:2], 24, shape[3])
-    # Pairs of the dtypes of weight and adapter; a 16-bit weight with an fp32 adapter is the usual case.
-    for dtype, adapter in ((torch.float32,) * 2, (torch.bfloat16, torch.float32), (torch.float16,) * 2):
-        leaves, rest = split(make(shape, dtype, adapter, case))
-        weight = base_weight(base, (torch.randn(shape[2], shape[1]) / shape[1] ** 0.5).to(dtype))
-        dense = weight if base == "dense" else weight.dequantize(torch.float32)
-        upstream = torch.randn(shape[0], shape[2]).to(dtype)
-        results = []
-
-        def reference(compute: torch.dtype) -> tuple[Tensor, ...]:
-            these = {k: t.detach().to(compute).requires_grad_() for k, t in leaves.items()}
-            others = {k: v.to(compute) if k == "low_scale" else v for k, v in rest.items()}
-            y = lora_linear_reference(weight=dense.to(compute), scaling=0.7, **these, **others)
-            return (y, *torch.autograd.grad(y, tuple(these.values()), upstream.to(y.dtype)))
-
-        # On CUDA the matrix products are computed in `dtype`. The avx512 kernels multiply bf16 in bf16 if the
-        # CPU has units for it; all other products on the CPU are in fp32.
-        narrow = capability in ("cuda", "simt") or (
-            dtype == torch.bfloat16 and capability in ("avx512", "amx")
-        )
-        eager_dtype = dtype if narrow else torch.float32
-        these = {k: t.detach().requires_grad_() for k, t in leaves.items()}
-        y = shoestring.lora_linear(weight=weight, scaling=0.7, **these, **rest)
-        assert y.dtype == dtype
-        results.append((y, *torch.autograd.grad(y, tuple(these.values()), upstream)))
-        results += [reference(torch.float64), reference(eager_dtype)]
-        for i, (name, ours, exact, eager) in enumerate(zip(("y", *leaves), *results, strict=True)):
-            assert ours.shape == exact.shape
-            eps = torch.finfo(dtype).eps
-            few = shape[0] <= 10
-            # A sum of n products in fp32 has an error of about sqrt(n) roundings. Over few elements eager's error
-            # may happen to be small.
-            least = torch.finfo(torch.float32).eps / 2 * max(shape[1:3]) ** 0.5 if few else 2e-7
-            bound = 1.5 * relative_error(eager.to(ours.dtype), exact) + max(least, 2e-7)
-            if "gate" in leaves:
-                # The operator rounds silu(gate) * x to dtype once. With few tokens there are too few elements for
-                # the rounding errors to average out.
-                bound += eps * (1.5 if few else 0.5)
-            if "gate" in leaves and few and name == "lora_B":
-                # The products of lora_A with the rounded silu(gate) * x may cancel.
-                t = {
-                    key: value.double()
-                    for key, value in {**leaves, **rest}.items()
-                    if isinstance(value, Tensor)
-                }
-                low = (silu(t["gate"]) * t["x"]).abs() @ t["lora_A"].abs().T / 0.7  # 0.7: with dropout
-                low = low * t.get("low_scale", torch.ones_like(low))
-                up = (upstream.double() * t.get("gain", torch.ones(shape[2]))).abs()
-                rounding = 0.7 * eps / 2 * (up.T @ low)  # 0.7: the scaling
-                bound += relative_error(exact + rounding, exact)
-            if name == "gain":
-                # This gradient is the sum of upstream * (y - bias) / gain over the tokens, from the rounded y.
-                rounding = eps / 2 * (upstream * results[1][0]).abs().sum(0) / leaves["gain"].double().abs()
-                bound += relative_error(exact + rounding, exact)
-            error = relative_error(ours, exact)
-            if error > bound and few:  # eager's few roundings may cancel
-                exacts = results[1]
-                bound = rounding_errors(lambda: reference(torch.float64), exacts, eager_dtype)[i]
-            assert error <= bound, (name, dtype)
-
-
-@pytest.mark.parametrize("base", ["dense", "nf4", "int8"])
-@pytest.mark.parametrize("case", CASES)
-def test_gradcheck(base: str, case: str) -> None:
-    tensors = make((4, 5, 6, 2), torch.float64, torch.float64, case)
-    leaves, rest = split(tensors)
-    weight = torch.randn(6, 5, dtype=torch.float64)
-    weight = weight if base == "dense" else base_weight(base, weight.float())
-    names = tuple(leaves)
-    assert torch.autograd.gradcheck(
-        lambda *values: shoestring.lora_linear(
-            weight=weight, scaling=1.3, **dict(zip(names, values, strict=True)), **rest
-        ),
-        tuple(v.requires_grad_() for v in leaves.values()),
+@pytest.mark.sample(cpu=240, simt=18)
+class TestLoraLinear(OperatorTests):
+    operator = Operator(
+        "lora_linear",
+        reference,
+        arguments,
+        # One token; odd sizes; rows that end inside quantisation blocks; a weight that the operator converts in more
+        # than one panel of 1 MiB.
+        [(1, 64), (3, 5), (33, 100), (40, 2048)],
+        [
+            ALL,
+            NESTED | ALL,
+            INT8,
+            *SOME,
+            *(NF4 | some for some in (ALL, *SOME)),
+            *(INT8 | some for some in (ALL, *SOME[1:])),
+            NESTED,
+            INT4 | ALL,
+            INT4,
+        ],
+        factor=1.5,
+        computed=product_dtype,
+        autocast=casts("x", "weight", "gate"),
+        function=lambda **given: shoestring.lora_linear(**with_weight(**given)),
+        traced=3,
     )
 
 
@@ -211,22 +143,9 @@ def test_group(dtype: torch.dtype, dropout: bool) -> None:
         torch.testing.assert_close(ours, expected, rtol=close, atol=float(close * largest))
 
 
-def test_mask_is_the_seeds() -> None:
-    """Dropout with a seed equals seeded_dropout of lora_A's input, in forward and backward.
-
-    Without a seed argument, PyTorch's random generator draws a seed.
-    """
-    x, weight = torch.randn(6, 64), torch.randn(10, 64)
-    A, B = torch.randn(4, 64, requires_grad=True), torch.randn(10, 4, requires_grad=True)
-    seed = torch.tensor([123])
-    dropped = shoestring.seeded_dropout(x, 0.4, seed=seed)
-    expected = x @ weight.t() + dropped @ A.t() @ B.t()
-    y = shoestring.lora_linear(x, weight, A, B, dropout=0.4, seed=seed)
-    torch.testing.assert_close(y, expected)
-    for a, b in zip(
-        torch.autograd.grad(y.sum(), (A, B)), torch.autograd.grad(expected.sum(), (A, B)), strict=True
-    ):
-        torch.testing.assert_close(a, b)
+def test_a_seed_is_drawn() -> None:
+    """Without a seed argument, PyTorch's random generator draws a seed."""
+    x, weight, A, B = (torch.randn(s) for s in ((6, 64), (10, 64), (4, 64), (10, 4)))
     torch.manual_seed(3)
     first = shoestring.lora_linear(x, weight, A, B, dropout=0.4)
     assert not torch.equal(first, shoestring.lora_linear(x, weight, A, B, dropout=0.4))
@@ -234,22 +153,25 @@ def test_mask_is_the_seeds() -> None:
     assert torch.equal(first, shoestring.lora_linear(x, weight, A, B, dropout=0.4))
 
 
-def test_opcheck() -> None:
-    tensors = make((4, 64, 6, 2), torch.float32, torch.float32, "all")
-    t = {k: v.requires_grad_(v.is_floating_point() and k != "low_scale") for k, v in tensors.items()}
+def test_opcheck_of_a_group_and_without_gradients() -> None:
+    x, bias, gain = (torch.randn(s, requires_grad=True) for s in ((4, 64), (6,), (6,)))
+    A, B = torch.randn(2, 64, requires_grad=True), torch.randn(6, 2, requires_grad=True)
     q = shoestring.quantize_4bit(torch.randn(6, 64))
-    rest = (t["bias"], t["lora_A"], t["lora_B"])
-    torch.library.opcheck(OPERATOR, (t["x"], torch.randn(6, 64), None, None, *rest), {"scaling": 2.0})
-    more = {k: t[k] for k in ("gain", "low_scale", "gate", "seed")} | {"dropout": 0.5}
-    torch.library.opcheck(OPERATOR, (t["x"], q.packed, q.absmax, None, *rest), more)
-    codes, nested = torch.ops.shoestring.quantize_absmax(q.absmax.flatten())
-    int8, options = shoestring.quantize_int8(torch.randn(6, 64)), {"quant_type": "int8", "block_size": 64}
-    torch.library.opcheck(OPERATOR, (t["x"], int8.packed, int8.absmax, None, *rest), options)
-    detached = tuple(v.detach() for v in rest)
-    torch.library.opcheck(OPERATOR, (t["x"].detach(), q.packed, codes, nested, *detached), {"scaling": 2.0})
-    layers = [torch.randn(6, 64), None, None, *rest, t["gain"], None, q.packed, q.absmax, *[None] * 6]
-    group = (t["x"], layers, None, None, 0.0, [1.0, 1.0], ["nf4", "nf4"], [64, 64])
+    layers = [torch.randn(6, 64), None, None, bias, A, B, gain, None, q.packed, q.absmax, *[None] * 6]
+    group = (x, layers, None, None, 0.0, [1.0, 1.0], ["nf4", "nf4"], [64, 64])
     torch.library.opcheck(torch.ops.shoestring.lora_linear_group.default, group)
+    codes, nested = torch.ops.shoestring.quantize_absmax(q.absmax.flatten())
+    detached = tuple(v.detach() for v in (bias, A, B))
+    one = (x.detach(), q.packed, codes, nested, *detached)
+    torch.library.opcheck(torch.ops.shoestring.lora_linear.default, one, {"scaling": 2.0})
+
+
+def base_weight(base: str, weight: Tensor) -> Tensor:
+    if base in ("dense", "int8"):
+        return weight if base == "dense" else shoestring.quantize_int8(weight)
+    return shoestring.quantize_4bit(
+        weight, "int4" if base == "int4" else "nf4", double_quant=base == "nested", block_size=32
+    )
 
 
 @pytest.mark.parametrize("base", ["dense", "nf4", "nested", "int4", "int8"])
@@ -275,44 +197,22 @@ def test_weight_norm(capability: str, base: str, shape: tuple[int, int, int]) ->
 
 
 def test_only_what_is_needed() -> None:
-    """lora_linear saves x once, computes only the required gradients, and accepts strided and empty x."""
-    t = make((6, 64, 10, 4), torch.float32, torch.float32, "plain")
-    weight, A, B = torch.randn(10, 64), t["lora_A"].requires_grad_(), t["lora_B"].requires_grad_()
-    x = torch.randn(64, 6).t()
+    """lora_linear saves x once, and accepts strided and empty x."""
+    x, weight = torch.randn(64, 6).t(), torch.randn(10, 64)
+    A, B = torch.randn(4, 64, requires_grad=True), torch.randn(10, 4, requires_grad=True)
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda s: saved.append(s) or s, lambda s: s):
-        y = shoestring.lora_linear(x, weight, A, B)
+        shoestring.lora_linear(x, weight, A, B)
     assert sorted(s.numel() for s in saved) == sorted(
         [x.numel(), 6 * 4, weight.numel(), A.numel(), B.numel()]
     )
-    expected = lora_linear_reference(x, weight, A, B)
-    torch.testing.assert_close(y, expected)
-    for a, b in zip(
-        torch.autograd.grad(y.sum(), (A, B)), torch.autograd.grad(expected.sum(), (A, B)), strict=True
-    ):
-        torch.testing.assert_close(a, b)
     empty = shoestring.lora_linear(torch.randn(0, 64), weight, A, B)
     assert empty.shape == (0, 10)
     assert all(not g.any() for g in torch.autograd.grad(empty.sum(), (A, B)))
 
 
-def test_autocast_repeatable_and_no_double_backward() -> None:
-    t = make((6, 64, 10, 4), torch.float32, torch.float32, "plain")
-    weight, A, B = torch.randn(10, 64), t["lora_A"].requires_grad_(), t["lora_B"].requires_grad_()
-    with torch.autocast(t["x"].device.type, torch.bfloat16):
-        y = shoestring.lora_linear(t["x"], weight, A, B)
-    assert y.dtype == torch.bfloat16
-    assert torch.equal(y, shoestring.lora_linear(t["x"].bfloat16(), weight.bfloat16(), A, B))
-    first, second = (shoestring.lora_linear(t["x"], weight, A, B) for _ in range(2))
-    assert torch.equal(first, second)
-    gradient = torch.autograd.grad(first.sum(), A, create_graph=True)[0]
-    with pytest.raises(RuntimeError, match="lora_linear: the backward pass is not differentiable"):
-        gradient.sum().backward()
-
-
 def test_errors() -> None:
-    t = make((3, 64, 10, 4), torch.float32, torch.float32, "plain")
-    x, A, B, weight = t["x"], t["lora_A"], t["lora_B"], torch.randn(10, 64)
+    x, A, B, weight = (torch.randn(s) for s in ((3, 64), (4, 64), (10, 4), (10, 64)))
     with pytest.raises(RuntimeError, match=r"lora_linear: lora_A: expected shape \(rank, 63\)"):
         shoestring.lora_linear(x[:, 1:], weight, A, B)
     with pytest.raises(RuntimeError, match=r"lora_linear: lora_B: expected shape \(out_features, 4\)"):

@@ -1,16 +1,20 @@
 """Test attention with each option on each backend: errors are at most twice those of eager PyTorch."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from operator_cases import Arguments, Draw, Operator, casts, normal, uniform, wide_dtype
+from operator_tests import OperatorTests
 from references.attention import attention_reference
 from relative_error import relative_error
 from rounding import rounding_errors
 from shoestring import attention
+from thread_counts import assert_same_bits
 
 pytestmark = [pytest.mark.device, pytest.mark.each_gpu]
 
@@ -37,30 +41,93 @@ LENGTHS = [
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal": {"causal": True},
-    "window_size": {"window_size": (37, 5)},
     "sliding": {"causal": True, "window_size": (29, -1)},
     "softcap": {"softcap": 3.0, "causal": True},
-    "scale": {"scale": 0.3},
-    "scale_negative": {"scale": -0.3, "causal": True},
-    "scale_zero": {"scale": 0.0, "causal": True},
-    "alibi": {"slopes": 1, "causal": True},
-    "alibi_batch": {"slopes": 2},
+    "alibi": {"slopes": True, "causal": True},
     "sinks": {"sinks": True, "causal": True},
-    "bias": {"bias": "bhqk", "causal": True},
-    "bias_heads": {"bias": "1hqk"},
-    "bias_keys": {"bias": "b11k", "window_size": (50, 50)},
-    "bias_queries": {"bias": "bhq1"},
-    "bias_one": {"bias": "1111"},
-    "mask": {"mask": True},
-    "all": {
-        "causal": True,
-        "window_size": (60, -1),
-        "softcap": 4.0,
-        "slopes": 1,
-        "sinks": True,
-        "bias": "1hqk",
-    },
+    "bias": {"causal": True},
 }
+
+
+def sequences(rows: int) -> tuple[int, int, int]:
+    """Return the batch, and the numbers of queries and of keys. Many rows are sequences of 16 queries."""
+    batch, queries = (2, rows) if rows <= 128 else (rows // 16, 16)
+    return batch, queries, queries * 7 // 4
+
+
+def arguments(rows: int, features: int) -> Arguments:
+    """Return four heads of q and two of k and v. The values have fewer features."""
+    batch, queries, keys = sequences(rows)
+    return {
+        "q": normal(batch, 4, queries, features),
+        "k": normal(batch, 2, keys, features),
+        "v": normal(batch, 2, keys, features - features // 4),
+        "deterministic": True,  # the kernels of this package, not those of PyTorch
+    }
+
+
+def bias(letters: str) -> Callable[[int, int], Draw]:
+    """Return a draw of a bias whose sizes are those of batch, heads, queries and keys, or 1."""
+
+    def draw(rows: int, features: int) -> Draw:
+        batch, queries, keys = sequences(rows)
+        sizes = {"b": batch, "h": 4, "q": queries, "k": keys, "1": 1}
+        return normal(*(sizes[letter] for letter in letters))
+
+    return draw
+
+
+def reference(deterministic: bool, **given: Any) -> tuple[Tensor, Tensor]:
+    """Compute attention, and return the log-sum-exp of 16-bit scores in fp32."""
+    out, lse = attention_reference(**given)
+    return out, lse.to(wide_dtype(lse.dtype))
+
+
+SLOPES = uniform(4, high=0.3, dtype=wide_dtype, gradient=False)
+SINKS = normal(4, dtype=wide_dtype)
+
+
+@pytest.mark.sample(simt=40)
+class TestAttentionWithLse(OperatorTests):
+    operator = Operator(
+        "attention_with_lse",
+        reference,
+        arguments,
+        # Fewer queries and keys than a SIMD vector holds; in the emulator, keys that fill one tile and a part of the
+        # next.
+        sizes=[(5, 6), (40, 32)],
+        options=[
+            {"causal": True, "softcap": 4.0, "alibi_slopes": SLOPES, "sinks": SINKS, "bias": bias("1hqk")}
+            | {"window_size": lambda rows, features: [3 * rows // 4, -1]},
+            {},
+            {"causal": True},
+            {"window_size": lambda rows, features: [rows // 2, rows // 8]},
+            {"causal": True, "window_size": [29, -1]},
+            {"softcap": 3.0, "causal": True},
+            {"scale": 0.3},
+            {"scale": -0.3, "causal": True},
+            {"scale": 0.0, "causal": True},
+            {"alibi_slopes": SLOPES, "causal": True},
+            {
+                "alibi_slopes": lambda rows, features: uniform(
+                    sequences(rows)[0], 4, high=0.3, dtype=wide_dtype, gradient=False
+                )
+            },
+            {"sinks": SINKS, "causal": True},
+            {"bias": bias("bhqk"), "causal": True},
+            {"bias": bias("1hqk")},
+            {"bias": bias("b11k"), "window_size": [50, 50]},
+            {"bias": bias("bhq1")},
+            {"bias": bias("1111")},
+        ],
+        # Attention weights are rounded to the dtype of v, also by eager PyTorch.
+        factor=2.0,
+        computed=lambda dtype: dtype,
+        autocast=casts("q", "k", "v"),
+        function=lambda **given: attention(**given, return_lse=True),
+        fp64_device="cpu",
+        traced=2,
+    )
 
 
 def make(
@@ -82,19 +149,11 @@ def make(
         (batch, kv_heads, keys, value_dim or dim),
     ]
     inputs = [torch.randn(shape).to(dtype) for shape in shapes]
-    named = {k: v for k, v in options.items() if k not in ("slopes", "sinks", "bias", "mask")}
-    if slopes := options.get("slopes"):
-        named["alibi_slopes"] = torch.rand((heads,) if slopes == 1 else (batch, heads)) * 0.3
+    named = {k: v for k, v in options.items() if k not in ("slopes", "sinks")}
+    if options.get("slopes"):
+        named["alibi_slopes"] = torch.rand(heads) * 0.3
     if options.get("sinks"):
         named["sinks"] = torch.randn(heads)
-    if kinds := options.get("bias"):
-        full = {"b": batch, "h": heads, "q": queries, "k": keys, "1": 1}
-        named["bias"] = torch.randn([full[kind] for kind in kinds])
-        if dtype != torch.float64:
-            named["bias"] = named["bias"].to(dtype)
-    if options.get("mask"):
-        named["bias"] = torch.rand(batch, 1, queries, keys) > 0.4
-        named["bias"][:, :, 0] = False  # the first query attends to no key
     if dtype == torch.float64:
         named = {
             k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in named.items()
@@ -181,19 +240,13 @@ def and_fp64(dtype: torch.dtype, backend: str) -> list[torch.dtype]:
     return [dtype, torch.float64] if dtype == torch.float32 and backend == "cpu" else [dtype]
 
 
-@pytest.mark.sample(simt=26)
-@pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_every_option_in_every_dtype(dtype: torch.dtype, option: str, capability: str, backend: str) -> None:
-    # The emulator of GPU kernels needs a second for 10^7 memory accesses. It therefore gets fewer heads, and
-    # keys that fill one tile and a part of the next.
-    size = (
-        {"queries": 40, "keys": 70, "heads": 2, "kv_heads": 1}
-        if backend == "simt"
-        else {"queries": 70, "keys": 90}
-    )
+def test_a_mask_that_hides_all_keys_of_a_query(dtype: torch.dtype, capability: str, backend: str) -> None:
     for each in and_fp64(dtype, backend):
-        inputs, named = make(each, dim=32, options=OPTIONS[option], **size)
+        queries, keys = (40, 70) if backend == "simt" else (70, 90)
+        inputs, named = make(each, queries, keys, 32, {})
+        named["bias"] = torch.rand(2, 1, queries, keys) > 0.4
+        named["bias"][:, :, 0] = False
         compare(each, inputs, named)
 
 
@@ -258,8 +311,9 @@ def test_packed_sequences(dtype: torch.dtype, option: str, capability: str, back
     starts = [torch.tensor([0, *lengths]).cumsum(0).int() for lengths in (lengths_q, lengths_k)]
     size = {"dim": 24, "heads": 2, "kv_heads": 1} if backend == "simt" else {"dim": 48}
     for each in and_fp64(dtype, backend):
-        options = {k: v for k, v in OPTIONS[option].items() if k != "bias"}
-        (q, k, v), named = make(each, sum(lengths_q), sum(lengths_k), options=options, batch=1, **size)
+        (q, k, v), named = make(
+            each, sum(lengths_q), sum(lengths_k), options=OPTIONS[option], batch=1, **size
+        )
         packed = [t[0].transpose(0, 1).contiguous() for t in (q, k, v)]
         if option == "bias":
             named["bias"] = torch.randn(q.size(1), sum(lengths_q), max(lengths_k), dtype=each)
@@ -319,20 +373,11 @@ def test_dropout_is_a_function_of_the_seed(dtype: torch.dtype, capability: str, 
     assert not torch.equal(again, attention(q, k, inputs[2], dropout_p=0.3, seed=seed + 1))
 
 
-def test_repeatable_on_any_number_of_threads(capability: str, backend: str) -> None:
-    length, dim = (70, 32) if backend == "simt" else (150, 64)
-    inputs, named = make(torch.float32, length, length, dim, OPTIONS["all"], batch=1, heads=2, kv_heads=1)
-    upstream = [torch.randn(1, 2, length, dim), torch.randn(1, 2, length)]
-    threads = torch.get_num_threads()
-    results = []
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            results.append(run(attention, inputs, named, torch.float32, upstream))
-    finally:
-        torch.set_num_threads(threads)
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other))
+def test_repeatable_on_any_number_of_threads(capability: str, backend: str, seed: int) -> None:
+    operator = TestAttentionWithLse.operator
+    case = operator.case(*(40, 32) if backend == "simt" else (100, 64))
+    given = case.given(seed)
+    assert_same_bits(lambda: list(case.results(operator.call, given, seed).values()), (1, 2, 3))
 
 
 def test_a_query_that_sees_nothing_gives_zeros(capability: str, backend: str) -> None:

@@ -9,8 +9,6 @@ from torch import Tensor, nn
 
 import shoestring
 
-Q = torch.randn(1, 8, 4, 16)
-
 
 def of_lora(quantize: str | None) -> Callable[[Tensor, Tensor], Any]:
     """Return a call of an adapted layer: with the weights on the device of w, and the input on that of x."""
@@ -23,7 +21,6 @@ def of_lora(quantize: str | None) -> Callable[[Tensor, Tensor], Any]:
 
 
 CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
-    "attention: k": lambda x, w: shoestring.attention(Q.to(x.device), Q.to(w.device), Q.to(x.device)),
     "foreach_norm: tensors": lambda x, w: shoestring.ops.foreach_norm([x, w]),
     "lora_linear: lora_A": of_lora(None),
     "lora_linear: lora_A of nf4": of_lora("nf4"),

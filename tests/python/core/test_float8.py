@@ -14,25 +14,15 @@ pytestmark = pytest.mark.device
 FLOAT8 = [getattr(torch, name) for name in sorted(dir(torch)) if name.startswith("float8_")]
 
 
-def heads(x: Tensor) -> Tensor:
-    """Return x as (batch, heads, tokens, head dimension)."""
-    return x.reshape(1, 1, 8, 64)
-
-
 # Calls by operator, and by the argument that has 8 bits. x has 8 bits, w is fp32, and both are (8, 64).
 CALLS: dict[str, Callable[[Tensor, Tensor], object]] = {
     "swiglu_backward": lambda x, w: torch.ops.shoestring._swiglu_backward(x, x, x),
     "swiglu_backward grad": lambda x, w: torch.ops.shoestring._swiglu_backward(x, w, w),
     "geglu_backward": lambda x, w: torch.ops.shoestring._geglu_backward(x, x, x, "none"),
     "gelu_backward": lambda x, w: torch.ops.shoestring._gelu_backward(x, x, "none"),
-    "attention": lambda x, w: ops.attention(heads(x), heads(x), heads(x)),
-    "attention v": lambda x, w: ops.attention(heads(w), heads(w), heads(x)),
     "quantize_4bit": lambda x, w: ops.quantize_4bit(x),
     "quantize_int8": lambda x, w: ops.quantize_int8(x),
     "quantize_8bit": lambda x, w: ops.quantize_8bit(x.flatten(), signed=True),
-    "quantized_linear": lambda x, w: ops.quantized_linear(x, ops.quantize_4bit(w)),
-    "lora_linear x": lambda x, w: ops.lora_linear(x, w, w, w[:, :8]),
-    "lora_linear weight": lambda x, w: ops.lora_linear(w, x, w, w[:, :8]),
     "foreach_norm": lambda x, w: ops.foreach_norm([x]),
     "AdamW": lambda x, w: shoestring.optim.AdamW([x.requires_grad_()]),
 }

@@ -21,12 +21,6 @@ def adamw(x: Tensor) -> Tensor:
     return parameter.detach()
 
 
-def attention(x: Tensor) -> list[Tensor]:
-    heads = x.view(-1, 16, 4, WIDTH // 4).transpose(1, 2).detach().requires_grad_()
-    out = shoestring.attention(heads, heads, heads, causal=True)
-    return [out, *torch.autograd.grad(out, heads, out.detach())]
-
-
 def product(x: Tensor, columns: int) -> Tensor:
     out = torch.empty(len(x), columns)
     torch.ops.shoestring.addmm_(out, x, x[:WIDTH].repeat(math.ceil(columns / WIDTH), 1)[:columns].t(), beta=0)
@@ -40,7 +34,6 @@ OPERATORS: dict[str, Callable[[Tensor], Tensor | list[Tensor]]] = {
     "foreach_norm": lambda x: torch.ops.shoestring.foreach_norm([x, x[1:]]),
     "addmm_": lambda x: product(x, 256),
     "addmm_, few columns": lambda x: product(x, 32),
-    "attention": attention,
     "AdamW": adamw,
 }
 

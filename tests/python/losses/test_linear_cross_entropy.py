@@ -6,7 +6,7 @@ from torch import Tensor
 
 import shoestring
 from loss_cases import OPTIONS, logits_of, targets
-from operator_cases import FLOATS, Arguments, Operator, normal, on_gpu, slack_of_products
+from operator_cases import FLOATS, Arguments, Operator, casts, normal, product_dtype, slack_of_products
 from operator_tests import OperatorTests
 from references.losses import cross_entropy_reference, linear_cross_entropy_reference
 from relative_error import relative_error
@@ -54,10 +54,8 @@ def reference(
 
     GPUs and CPUs with bf16 units round the gradient of the logits to 16 bits, as eager PyTorch in 16 bits does.
     """
-    units = hidden.dtype == torch.bfloat16 and torch.ops.shoestring._cpu_capability() in ("avx512", "amx")
-    return cross_entropy_reference(
-        logits_of(hidden, weight, bias, rounded=units or on_gpu()), target, **options
-    )
+    rounded = product_dtype(hidden.dtype) == hidden.dtype
+    return cross_entropy_reference(logits_of(hidden, weight, bias, rounded), target, **options)
 
 
 SIZES = [
@@ -85,7 +83,7 @@ class TestLinearCrossEntropy(OperatorTests):
         factor=1.5,
         traced=2,
         slack=slack_of_products,
-        autocasts=True,
+        autocast=casts("hidden", "weight", "bias"),
     )
 
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import shoestring
 from loss_cases import OPTIONS
-from operator_cases import FLOATS, Arguments, Operator, label, on_gpu, slack_of_products
+from operator_cases import FLOATS, Arguments, Operator, casts, label, on_gpu, slack_of_products
 from operator_tests import OperatorTests
 from references.losses import cross_entropy_reference
 from shoestring.losses.linear_cross_entropy import LinearCrossEntropyStats
@@ -36,7 +36,7 @@ class TestLinearCrossEntropyWithStats(OperatorTests):
         factor=1.5,
         traced=2,
         slack=slack,
-        autocasts=True,
+        autocast=casts("hidden", "weight", "bias"),
     )
 
 

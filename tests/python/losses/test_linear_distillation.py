@@ -10,7 +10,7 @@ from torch import Tensor
 
 import shoestring
 from loss_cases import logits_of, targets
-from operator_cases import Arguments, Operator, normal, on_gpu, slack_of_products
+from operator_cases import Arguments, Operator, casts, normal, on_gpu, slack_of_products
 from operator_tests import OperatorTests
 from references.losses import distillation_reference, linear_distillation_reference
 
@@ -74,7 +74,7 @@ class TestLinearDistillation(OperatorTests):
         factor=1.5,
         traced=2,
         slack=slack_of_products,
-        autocasts=True,
+        autocast=casts("hidden", "weight", "teacher_hidden", "teacher_weight", "bias", "teacher_bias"),
     )
 
 

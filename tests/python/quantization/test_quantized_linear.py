@@ -5,61 +5,42 @@ import torch
 from torch import Tensor, nn
 
 import shoestring
+from operator_cases import Arguments, Operator, casts, normal, product_dtype
+from operator_tests import OperatorTests
 from references.quantization import quantized_linear_reference
 from relative_error import relative_error
 from shoestring.nn import QuantizedLinear
+from weight_cases import FP4, INT4, INT8, NESTED, NF4, outputs, reference, with_weight
 
 pytestmark = pytest.mark.device
 
-# (tokens, in_features, out_features). The cases are one token, fewer features than a SIMD register holds,
-# blocks that span rows, and more rows than the 256 that fit into a panel of 4 MiB.
-SHAPES = [(1, 64, 32), (3, 5, 7), (33, 100, 70), (20, 4096, 600)]
-KINDS = ["nf4", "nested", "int4", "int8"]
+
+def arguments(tokens: int, features: int) -> Arguments:
+    rows = outputs(features)
+    return {"x": normal(tokens, features), "bias": normal(rows), "out_features": rows, "block_size": 64}
 
 
-def quantized(weight: Tensor, kind: str) -> shoestring.QuantizedTensor:
-    if kind == "int8":
-        return shoestring.quantize_int8(weight)
-    return shoestring.quantize_4bit(
-        weight, "int4" if kind == "int4" else "nf4", double_quant=kind == "nested"
+@pytest.mark.sample(simt=24)
+class TestQuantizedLinear(OperatorTests):
+    operator = Operator(
+        "quantized_linear",
+        lambda packed, out_features, **given: reference(weight=packed, **given),
+        arguments,
+        # Fewer features than a SIMD register holds, blocks that span rows, and more rows than the 256 that fit into a
+        # panel of 4 MiB. The CPU multiplies up to 16 tokens with the codes directly. 77 columns end within a SIMD vector.
+        sizes=[(1, 64), (3, 5), (33, 100), (20, 4096)]
+        + [(tokens, 192 if tokens % 2 else 77) for tokens in (2, 4, 5, 6, 7, 8, 9, 16, 17)],
+        options=[
+            {"packed" if name == "weight" else name: value for name, value in options.items()}
+            for options in (NF4, NESTED, INT4, INT8, FP4, NF4 | {"bias": None})
+        ],
+        factor=1.5,
+        computed=product_dtype,
+        autocast=casts("x"),
+        function=lambda packed, out_features, **given: shoestring.quantized_linear(
+            **with_weight(weight=packed, **given)
+        ),
     )
-
-
-def parts(q: shoestring.QuantizedTensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    return q.packed, q.absmax, q.nested
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_no_worse_than_eager(capability: str, shape: tuple[int, int, int], kind: str) -> None:
-    """quantized_linear's output and gradients are as exact as PyTorch's with the dequantised weight."""
-    tokens, columns, rows = shape
-    if capability == "simt":
-        rows = min(rows, 6)  # the CUDA emulator is slow for 2.5 million elements
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        weight = quantized(torch.randn(rows, columns).to(dtype), kind)
-        x, bias = torch.randn(tokens, columns).to(dtype), torch.randn(rows).to(dtype)
-        upstream = torch.randn(tokens, rows).to(dtype)
-        dense = weight.dequantize(torch.float32)
-        results = []
-        # On CUDA, products are computed in the dtype of x. On the CPU they are computed in fp32, except that
-        # AVX-512 kernels multiply bf16 x in bf16 if the CPU has bf16 units.
-        narrow = capability in ("cuda", "simt") or (
-            dtype == torch.bfloat16 and capability in ("avx512", "amx")
-        )
-        eager_dtype = dtype if narrow else torch.float32
-        for compute in (None, torch.float64, eager_dtype):
-            leaves = [t.to(compute or dtype).requires_grad_() for t in (x, bias)]
-            if compute is None:
-                y = shoestring.quantized_linear(leaves[0], weight, leaves[1])
-                assert y.dtype == dtype
-            else:
-                y = nn.functional.linear(leaves[0], dense.to(compute), leaves[1])
-            results.append((y, *torch.autograd.grad(y, leaves, upstream.to(y.dtype))))
-        for name, ours, exact, eager in zip(("y", "x", "bias"), *results, strict=True):
-            assert ours.shape == exact.shape
-            bound = 1.5 * relative_error(eager.to(dtype), exact) + 2e-7
-            assert relative_error(ours, exact) <= bound, (name, dtype)
 
 
 @pytest.mark.sample(simt=1)
@@ -113,48 +94,8 @@ def test_several_panels_in_bf16(backend: str) -> None:
         assert relative_error(ours, exact) <= 1.1 * relative_error(eager, exact)
 
 
-@pytest.mark.parametrize("kind", ["nf4", "nested", "fp4", "int4", "int8", "straddling"])
-def test_few_tokens(capability: str, kind: str) -> None:
-    """On the CPU, quantized_linear multiplies up to 16 tokens with the codes directly.
-
-    For 17 tokens, it dequantises the weight in panels.
-    """
-    # 77 columns end within a SIMD vector. With 100 columns ("straddling"), blocks span two rows.
-    columns = {"int8": 77, "straddling": 100}.get(kind, 192)
-    dense = torch.randn(37, columns)
-    weight = shoestring.quantize_4bit(dense, "fp4", 32) if kind == "fp4" else quantized(dense, kind)
-    exact = weight.dequantize().double()
-    bias = torch.randn(37)
-    for tokens in (*range(1, 10), 16, 17):
-        for dtype in (torch.float32, torch.bfloat16):
-            x = torch.randn(tokens, columns).to(dtype)
-            y = shoestring.quantized_linear(x, weight, bias)
-            expected = x.double() @ exact.t() + bias.double()
-            # The limit allows for rounding results to dtype, and for rounding weights if products are
-            # computed in bf16.
-            assert relative_error(y, expected) <= (1e-6 if dtype == torch.float32 else 5e-3)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_gradcheck(kind: str) -> None:
-    weight = quantized(torch.randn(6, 5), kind)
-    x = torch.randn(2, 3, 5, dtype=torch.float64, requires_grad=True)
-    bias = torch.randn(6, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x, b: shoestring.quantized_linear(x, weight, b), (x, bias))
-
-
-def test_opcheck() -> None:
-    op = torch.ops.shoestring.quantized_linear.default
-    for kind in KINDS:
-        weight = quantized(torch.randn(6, 64), kind)
-        x, bias = torch.randn(4, 64, requires_grad=True), torch.randn(6, requires_grad=True)
-        options = {"out_features": 6, "quant_type": weight.quant_type, "block_size": weight.block_size}
-        torch.library.opcheck(op, (x, *parts(weight), bias), options)
-        torch.library.opcheck(op, (x.detach(), *parts(weight)), options)
-
-
 @pytest.mark.parametrize("quant_type", ["nf4", "int4", "int8"])
-def test_compile(quant_type: str) -> None:
+def test_layer_compiles(quant_type: str) -> None:
     layer = QuantizedLinear(64, 6, quant_type=quant_type)
     compiled = torch.compile(
         lambda x: layer(torch.tanh(x)) * 2, fullgraph=True, dynamic=True, backend="aot_eager"
@@ -167,7 +108,7 @@ def test_compile(quant_type: str) -> None:
         assert torch.equal(g, e)
 
 
-def test_strides_leading_dimensions_and_nothing() -> None:
+def test_leading_dimensions_and_nothing() -> None:
     weight = shoestring.quantize_4bit(torch.randn(6, 64))
     x = torch.randn(64, 4, 3).permute(2, 1, 0)
     torch.testing.assert_close(shoestring.quantized_linear(x, weight), quantized_linear_reference(x, weight))
@@ -179,20 +120,6 @@ def test_strides_leading_dimensions_and_nothing() -> None:
     y = shoestring.quantized_linear(nothing, weight)
     assert y.shape == (2, 0, 6)
     assert torch.autograd.grad(y.sum(), nothing)[0].shape == (2, 0, 64)
-
-
-def test_autocast_repeatable_and_no_double_backward() -> None:
-    weight = shoestring.quantize_4bit(torch.randn(6, 64))
-    x = torch.randn(5, 64, requires_grad=True)
-    with torch.autocast(x.device.type, torch.bfloat16):
-        y = shoestring.quantized_linear(x, weight)
-    assert y.dtype == torch.bfloat16
-    assert torch.equal(y, shoestring.quantized_linear(x.bfloat16(), weight))
-    assert torch.autograd.grad(y.float().sum(), x)[0].dtype == torch.float32
-    assert torch.equal(shoestring.quantized_linear(x, weight), shoestring.quantized_linear(x, weight))
-    (gradient,) = torch.autograd.grad(shoestring.quantized_linear(x, weight).sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="quantized_linear: the backward pass is not differentiable"):
-        gradient.sum().backward()
 
 
 def test_no_synchronisation_and_a_graph(backend: str) -> None:

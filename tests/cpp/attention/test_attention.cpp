@@ -9,44 +9,31 @@
 
 #include <shoestring/ops.h>
 
+#include "operators.h"
+
 using at::Tensor;
 using shoestring::AttentionOptions;
 
-namespace {
-
-// Computes the reference for causal attention with a sliding window, a bias and attention sinks: in fp64,
-// with all scores in memory.
-Tensor exact(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& bias, const Tensor& sinks,
-             int64_t left) {
-  const int64_t queries = q.size(2), keys = k.size(2), group = q.size(1) / k.size(1);
-  const Tensor scores =
-      at::matmul(q, k.repeat_interleave(group, 1).transpose(-1, -2)) / std::sqrt(q.size(3)) + bias;
-  const Tensor distance = torch::arange(keys).unsqueeze(0) - torch::arange(keys - queries, keys).unsqueeze(1);
-  const Tensor seen = scores.masked_fill(distance.gt(0).logical_or(distance.lt(-left)),
-                                         -std::numeric_limits<double>::infinity());
-  const Tensor sink = sinks.view({1, -1, 1, 1}).expand({q.size(0), -1, queries, 1});
-  return at::matmul(at::softmax(at::cat({seen, sink}, -1), -1).narrow(-1, 0, keys),
-                    v.repeat_interleave(group, 1));
-}
-
-}  // namespace
-
-TEST_CASE("attention agrees with all scores in fp64, forward and backward", "[attention]") {
-  std::vector<Tensor> inputs{torch::randn({2, 4, 37, 24}), torch::randn({2, 2, 50, 24}),
-                             torch::randn({2, 2, 50, 16}), torch::randn({1, 4, 37, 50}), torch::randn({4})};
-  std::vector<Tensor> wide;
-  for (Tensor& t : inputs) wide.push_back(t.to(at::kDouble).requires_grad_()), t.requires_grad_();
-  const auto options = AttentionOptions().causal(true).window_size({20, -1}).bias(inputs[3]).sinks(inputs[4]);
-  const Tensor out = shoestring::attention(inputs[0], inputs[1], inputs[2], options);
-  const Tensor expected = exact(wide[0], wide[1], wide[2], wide[3], wide[4], 20);
-  CHECK(at::allclose(out.to(at::kDouble), expected, 1e-5, 1e-6));
-  const Tensor upstream = torch::randn({2, 4, 37, 16});
-  const auto ours = torch::autograd::grad({out}, inputs, {upstream});
-  const auto theirs = torch::autograd::grad({expected}, wide, {upstream.to(at::kDouble)});
-  for (size_t i = 0; i < inputs.size(); ++i) {
-    CAPTURE(i);
-    CHECK(at::allclose(ours[i].to(at::kDouble), theirs[i], 1e-4, 1e-5));
-  }
+TEST_CASE("attention passes its options on", "[attention]") {
+  const Tensor q = torch::randn({2, 4, 37, 24}), k = torch::randn({2, 2, 50, 24}),
+               v = torch::randn({2, 2, 50, 16}), bias = torch::randn({1, 4, 37, 50}),
+               sinks = torch::randn({4}), slopes = torch::rand({4});
+  auto options = AttentionOptions().causal(true).window_size({20, -1}).bias(bias).sinks(sinks);
+  options.softcap(3).scale(0.5).alibi_slopes(slopes);
+  const auto expected = call("attention_with_lse", {{"q", q},
+                                                    {"k", k},
+                                                    {"v", v},
+                                                    {"causal", true},
+                                                    {"window_size", std::vector<int64_t>{20, -1}},
+                                                    {"bias", bias},
+                                                    {"sinks", sinks},
+                                                    {"softcap", 3.0},
+                                                    {"scale", 0.5},
+                                                    {"alibi_slopes", slopes}});
+  const auto [out, lse] = shoestring::attention_with_lse(q, k, v, options);
+  CHECK(at::equal(out, expected[0]));
+  CHECK(at::equal(lse, expected[1]));
+  CHECK(at::equal(shoestring::attention(q, k, v, options), out));
 }
 
 TEST_CASE("attention of packed sequences is that of each, and lse has a gradient", "[attention]") {

@@ -3,7 +3,6 @@
 #include <sstream>
 
 #include <ATen/ATen.h>
-#include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/generated/variable_factories.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/serialize.h>
@@ -18,24 +17,6 @@
 
 using at::Tensor;
 namespace nn = shoestring::nn;
-
-TEST_CASE("linear has the result and the gradients of PyTorch's", "[linear]") {
-  at::manual_seed(3);
-  for_each_capability([&](const char* capability) {
-    CAPTURE(capability);
-    const Tensor x = torch::randn({5, 7, 40}).requires_grad_(),
-                 weight = torch::randn({33, 40}).requires_grad_(), bias = torch::randn({33}).requires_grad_(),
-                 residual = torch::randn({5, 7, 33}).requires_grad_();
-    const Tensor ours = shoestring::linear(x, weight, bias, shoestring::LinearOptions().residual(residual)),
-                 theirs = at::linear(x, weight, bias) + residual, upstream = torch::randn({5, 7, 33});
-    CHECK(at::allclose(ours, theirs, 1e-5, 1e-5));
-    const auto gradients = [&](const Tensor& y) {
-      return torch::autograd::grad({y}, {x, weight, bias, residual}, {upstream});
-    };
-    const auto found = gradients(ours), expected = gradients(theirs);
-    for (size_t i = 0; i < found.size(); ++i) CHECK(at::allclose(found[i], expected[i], 1e-4, 1e-4));
-  });
-}
 
 TEST_CASE("linear_group computes each layer, and autocast keeps the dtypes of weights", "[linear]") {
   at::manual_seed(3);

@@ -166,10 +166,17 @@ class Operator:
     def case(
         self, rows: int, features: int, dtype: torch.dtype = torch.float32, options: Arguments | None = None
     ) -> Case:
-        """Return the case of a size, with the first options unless others are given."""
+        """Return the case of a size, with the first options unless others are given.
+
+        In a case of fp64, a dtype among the options is fp64 too.
+        """
         options = self.options[0] if options is None else options
+        given = {
+            name: dtype if dtype == torch.float64 and isinstance(value, torch.dtype) else value
+            for name, value in options.items()
+        }
         arguments = self.arguments(rows, features) | {
-            name: value(rows, features) if callable(value) else value for name, value in options.items()
+            name: value(rows, features) if callable(value) else value for name, value in given.items()
         }
         return Case(self, arguments, dtype, (rows, features), options)
 
@@ -198,14 +205,20 @@ class Case:
         return " ".join(map(label, (self.size, self.dtype, self.options)))
 
     @property
+    def narrow(self) -> torch.dtype:
+        """The narrowest dtype of a result. The reference in fp64 gets upstream gradients of this dtype, too."""
+        others = (value for value in self.arguments.values() if isinstance(value, torch.dtype))
+        return min((self.dtype, *others), key=lambda dtype: dtype.itemsize)
+
+    @property
     def slack(self) -> float:
         """Return the error that the case allows beyond ``factor`` times that of eager PyTorch."""
         slack, elements = self.operator.slack, math.prod(self.size)
-        slack = slack(elements, self.dtype) if callable(slack) else slack
+        slack = slack(elements, self.narrow) if callable(slack) else slack
         if self.dtype == torch.float64:  # the exact result has errors of fp64 itself
             slack = 1e-12
         # In a small case, the last rounding of eager PyTorch may be exact by luck.
-        return slack + torch.finfo(self.dtype).eps / 2 if elements < 100 else slack
+        return slack + torch.finfo(self.narrow).eps / 2 if elements < 100 else slack
 
     def given(self, seed: int, device: torch.device | str | None = None) -> Arguments:
         """Return the arguments with their tensors, on ``device`` or the default device. Leaves require gradients.
@@ -233,12 +246,9 @@ class Case:
 
     def upstream(self, results: Sequence[Tensor], seed: int) -> dict[int, Tensor]:
         """Return the upstream gradient of each result that requires a gradient, by the position of the result."""
-        # The narrowest dtype of a result, so that the reference in fp64 gets the same upstream gradients.
-        dtypes = [self.dtype, *(value for value in self.arguments.values() if isinstance(value, torch.dtype))]
-        narrow = min(dtypes, key=lambda d: d.itemsize)
         # Losses multiply the gradients that forward has rounded by the upstream gradient. By 0.5 this is exact.
         return {
-            i: normal(*t.shape).tensor(f"{seed} {self.size} {i}", narrow, t.device).to(t.dtype)
+            i: normal(*t.shape).tensor(f"{seed} {self.size} {i}", self.narrow, t.device).to(t.dtype)
             if t.dim() > 0
             else torch.full_like(t, 0.5)
             for i, t in enumerate(results)

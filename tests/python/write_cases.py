@@ -91,7 +91,7 @@ def describe(
         torch.ops.shoestring._set_cpu_capability(capability)
         ours, eager = (case.results(f, given, seed) for f in (operator.call, operator.reference))
         parts = (list(found.values()) for found in (ours, eager))
-        computed = operator.computed(case.dtype)
+        computed = operator.computed(case.narrow)
         bounds[capability] = error_bounds(*parts, exacts, compute, operator.factor, case.slack, computed)
     return {
         "operator": operator.name,

@@ -68,14 +68,14 @@ class Console:
             self._eval_seconds.append(metrics.get("val_seconds", 0.0))
         # The bar keeps the last validation loss; a line has its own alone.
         shown = self._validated if self._bar is not None or "val_loss" in metrics else None
-        text = describe(metrics, shown) + self._left(number)
+        text = describe(metrics, shown) + self._time_left(number)
         if self._bar is not None:
             self._bar.update(self._task, completed=number, description=text)
         elif number % self._every == 0 or number in (1, self._steps) or "val_loss" in metrics:
             width = len(str(self._steps))
             print(f"step {number:>{width}}/{self._steps}  {text}", flush=True)
 
-    def _left(self, number: int) -> str:
+    def _time_left(self, number: int) -> str:
         """Return the time left after step ``number`` as text, with the validations that are still to come.
 
         The first step of a process includes warm-up, so it is not used for the estimate.
@@ -86,8 +86,9 @@ class Console:
         seconds = (self._steps - number) * statistics.median(recent)
         if self._eval_every and self._eval_seconds:
             # A validation follows every eval_every-th step, and the last one.
-            left = math.ceil(self._steps / self._eval_every) - number // self._eval_every
-            seconds += (left if number < self._steps else 0) * statistics.median(self._eval_seconds[-RECENT:])
+            validations = math.ceil(self._steps / self._eval_every) - number // self._eval_every
+            per_validation = statistics.median(self._eval_seconds[-RECENT:])
+            seconds += (validations if number < self._steps else 0) * per_validation
         return f"  {clock(seconds)} left"
 
 
@@ -110,8 +111,8 @@ def gigabytes(count: float) -> str:
 
 def clock(seconds: float) -> str:
     """Format seconds as m:ss or h:mm:ss."""
-    whole = int(seconds)
-    hours, rest = divmod(whole, 3600)
+    whole_seconds = int(seconds)
+    hours, rest = divmod(whole_seconds, 3600)
     return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60}:{rest % 60:02d}"
 
 

@@ -54,7 +54,7 @@ def _demo(out: Path, steps: int, finetune_steps: int, device: str, allocator: li
     say(f"2 of 3: training twice, in turns: {steps} steps with plain PyTorch, and with shoestring")
     trained = {"baseline": ["--baseline"], "shoestring": allocator}
     run_in_turns(
-        {name: [*common, *own, "--out", str(train / name)] for name, own in trained.items()},
+        {name: [*common, *options, "--out", str(train / name)] for name, options in trained.items()},
         train,
         # PEFT takes as long as plain PyTorch for a step, with bitsandbytes and without.
         lambda seconds: (2 * seconds["baseline"] + seconds["shoestring"]) * finetune_steps / steps,
@@ -72,7 +72,8 @@ def _demo(out: Path, steps: int, finetune_steps: int, device: str, allocator: li
         "peft-bitsandbytes": ["--baseline", "--quantize", "nf4"],
         "shoestring": [*allocator, "--quantize", "nf4"],
     }
-    run_in_turns({name: [*common, *own, "--out", str(tune / name)] for name, own in tuned.items()}, tune)
+    commands = {name: [*common, *options, "--out", str(tune / name)] for name, options in tuned.items()}
+    run_in_turns(commands, tune)
 
     groups = {"train": [train / name for name in trained], "finetune": [tune / name for name in tuned]}
     tables = write_sections(out, "shoestring beside plain PyTorch", groups)
@@ -101,5 +102,6 @@ def _prepare(out: Path) -> list[Path]:
 
 
 def _steps(count: int) -> list[str]:
+    """Return the options for a number of steps, with 4 evaluations and 2 checkpoints."""
     every = {"--steps": count, "--eval-every": max(1, count // 4), "--checkpoint-every": max(1, count // 2)}
     return [str(part) for option in every.items() for part in option]

@@ -52,6 +52,7 @@ def package_documentation(path: Path) -> int:
 
 
 def _write(path: Path, texts: Iterable[str]) -> int:
+    """Write texts as shuffled JSON lines; return the size of the file."""
     records = [
         json.dumps({"text": text.encode("utf-8", "replace").decode()}) for text in texts if text.strip()
     ]

@@ -131,13 +131,13 @@ def run(config: EstimateConfig, as_json: bool) -> None:
                 print(DENSE)
     model = adapt(model, config)
     if config.world is None:
-        found = estimate(model, config)
+        estimated = estimate(model, config)
         if as_json:
-            print(json.dumps(report(found, config), indent=1))
+            print(json.dumps(report(estimated, config), indent=1))
         else:
-            show(found, config)
+            show(estimated, config)
             if config.memory is not None:
-                print(fit(found, config)[1])
+                print(fit(estimated, config)[1])
         return
     choice = choose(model, config)
     if as_json:
@@ -146,53 +146,53 @@ def run(config: EstimateConfig, as_json: bool) -> None:
         show_ranks(choice, config)
 
 
-def report(found: Estimate, config: EstimateConfig) -> dict[str, Any]:
+def report(estimated: Estimate, config: EstimateConfig) -> dict[str, Any]:
     """Return the estimate and its options as JSON values, all sizes in bytes."""
     options = asdict(config)
     if config.world is None:
         options = {name: options[name] for name in options if name not in RANK_OPTIONS}
     model = {name: options.pop(name) for name in MODEL_OPTIONS}
-    fits = {} if config.memory is None or config.world is not None else {"fits": fit(found, config)[0]}
+    fits = {} if config.memory is None or config.world is not None else {"fits": fit(estimated, config)[0]}
     return {
         "model": model | {"target_modules": config.targets},
         "options": options
         | {"offload": config.place, "memory_budget": parse_budget(config.memory_budget)}
         | {"offload_weights": config.weights_place, "keep": kept_bytes(config.keep)},
-        "parameters": found.parameters,
-        "trained": found.trained,
-        "memory": {place: [asdict(item) for item in items] for place, items in found.memory.items()},
-        "totals": found.totals(),
-        "traffic": found.traffic,
+        "parameters": estimated.parameters,
+        "trained": estimated.trained,
+        "memory": {place: [asdict(item) for item in items] for place, items in estimated.memory.items()},
+        "totals": estimated.totals(),
+        "traffic": estimated.traffic,
         **fits,
     }
 
 
-def fit(found: Estimate, config: EstimateConfig) -> tuple[bool, str]:
+def fit(estimated: Estimate, config: EstimateConfig) -> tuple[bool, str]:
     """Return whether the memory of the device is at most --memory as far as it is known, and a sentence on it."""
-    size, limit = found.totals()["device"], parse_budget(config.memory, "memory") or 0
-    known = all(item.bytes is not None for item in found.memory["device"])
-    needs = f"{size:,}" if known else f"{size:,} and what is not known"
+    size, limit = estimated.totals()["device"], parse_budget(config.memory, "memory") or 0
+    is_known = all(item.bytes is not None for item in estimated.memory["device"])
+    needs = f"{size:,}" if is_known else f"{size:,} and what is not known"
     if size <= limit:
         return True, f"fits: {needs} of the {limit:,} bytes of --memory"
     return False, f"does not fit: {needs} bytes, more than the {limit:,} of --memory"
 
 
-def show(found: Estimate, config: EstimateConfig) -> None:
+def show(estimated: Estimate, config: EstimateConfig) -> None:
     """Print tables with the bytes of each item, in total and per trained parameter."""
 
     def row(name: str, size: int | None, note: str = "") -> list[str]:
         if size is None:
             return [f"  {name}", "?", "", note]
-        return [f"  {name}", gigabytes(size), f"{size / max(found.trained, 1):.3f}", note]
+        return [f"  {name}", gigabytes(size), f"{size / max(estimated.trained, 1):.3f}", note]
 
     rows = [["", "bytes", "a trained parameter", ""]]
-    for place, items in found.memory.items():
+    for place, items in estimated.memory.items():
         if items:
-            rows += [[f"{place}, {gigabytes(found.totals()[place])}", "", "", ""]]
+            rows += [[f"{place}, {gigabytes(estimated.totals()[place])}", "", "", ""]]
             rows += [row(item.name, item.bytes, item.note) for item in items]
-    rows += [["each step moves", "" if found.traffic else "nothing", "", ""]]
-    rows += [row(name, size) for name, size in found.traffic.items()]
-    print(f"{found.parameters / 1e6:,.1f} M parameters, {found.trained / 1e6:,.1f} M of them trained")
+    rows += [["each step moves", "" if estimated.traffic else "nothing", "", ""]]
+    rows += [row(name, size) for name, size in estimated.traffic.items()]
+    print(f"{estimated.parameters / 1e6:,.1f} M parameters, {estimated.trained / 1e6:,.1f} M of them trained")
     print_table(rows, texts=(0, 3))
     if config.device == "cpu":
         print("device and host are the same memory")
@@ -203,7 +203,7 @@ def ranks_report(choice: Choice) -> dict[str, Any]:
     names = ("strategy", "bytes", "sent", "seconds", "link_seconds")
     return {
         "chosen": choice.chosen.strategy,
-        "compared": [{name: getattr(each, name) for name in names} for each in choice.compared],
+        "compared": [{name: getattr(candidate, name) for name in names} for candidate in choice.compared],
         "reasons": choice.reasons,
     }
 
@@ -214,9 +214,11 @@ def show_ranks(choice: Choice, config: EstimateConfig) -> None:
     print(f"{chosen.strategy} over {config.world} processes; memory and traffic of one of them:")
     show(chosen.estimate, config)
     rows = [["", "bytes", "sent in a step", "s on the link", "s a step"]]
-    for each in choice.compared:
-        times = ["?" if time is None else f"{time:.4g}" for time in (each.link_seconds, each.seconds)]
-        rows.append([each.strategy, gigabytes(each.bytes), gigabytes(each.sent), *times])
+    for candidate in choice.compared:
+        times = [
+            "?" if time is None else f"{time:.4g}" for time in (candidate.link_seconds, candidate.seconds)
+        ]
+        rows.append([candidate.strategy, gigabytes(candidate.bytes), gigabytes(candidate.sent), *times])
     print_table(rows, texts=(0,))
     for reason in choice.reasons:
         print(reason)

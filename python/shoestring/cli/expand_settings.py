@@ -32,9 +32,9 @@ def expand_settings(command: Callable[..., None]) -> Callable[..., None]:
     hints = get_type_hints(command, include_extras=True)
     for name, parameter in signature(command).parameters.items():
         if is_dataclass(hints[name]):
-            own = list(_parameters(hints[name]))
-            groups[name] = hints[name], [each.name for each in own]
-            parameters += own
+            group = list(_parameters(hints[name]))
+            groups[name] = hints[name], [each.name for each in group]
+            parameters += group
         else:
             parameters.append(parameter.replace(annotation=hints[name], kind=Parameter.KEYWORD_ONLY))
     parameters.sort(key=lambda each: each.default is not Parameter.empty)
@@ -56,16 +56,16 @@ def expand_settings(command: Callable[..., None]) -> Callable[..., None]:
 def _parameters(settings: type[Any]) -> Iterator[Parameter]:
     """Yield the parameter of each option that the class declares."""
     hints = get_type_hints(settings, include_extras=True)
-    for each in _own_fields_first(settings):
-        if any(isinstance(extra, ParameterInfo) for extra in get_args(hints[each.name])[1:]):
+    for option in _own_fields_first(settings):
+        if any(isinstance(extra, ParameterInfo) for extra in get_args(hints[option.name])[1:]):
             yield Parameter(
-                each.name,
+                option.name,
                 Parameter.KEYWORD_ONLY,
-                default=Parameter.empty if each.default is MISSING else each.default,
-                annotation=hints[each.name],
+                default=Parameter.empty if option.default is MISSING else option.default,
+                annotation=hints[option.name],
             )
 
 
 def _own_fields_first(settings: type[Any]) -> list[Field[Any]]:
-    inherited = {each.name for base in settings.__bases__ if is_dataclass(base) for each in fields(base)}
-    return sorted(fields(settings), key=lambda each: each.name in inherited)
+    inherited = {option.name for base in settings.__bases__ if is_dataclass(base) for option in fields(base)}
+    return sorted(fields(settings), key=lambda option: option.name in inherited)

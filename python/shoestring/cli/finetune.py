@@ -47,6 +47,7 @@ def finetune(config: FinetuneConfig, source: Source, out: Path) -> dict[str, Any
 
 
 def _finetune(run: Run[FinetuneConfig], source: Source) -> dict[str, Any]:
+    """Fine-tune as the options say; return the summary."""
     config = run.config
     silence(not run.processes.is_first)
     check_weights_place(config, run.device)
@@ -105,8 +106,9 @@ def _finetune(run: Run[FinetuneConfig], source: Source) -> dict[str, Any]:
             trained_to(model, weight_dtype(config.weights))
         count = sum(p.numel() for p in trained(model))
         if kind == CHAT:
-            own = "shoestring's: a line with each role, then its text; the tokenizer has none"
-            say(f"chat format: {'the template of the tokenizer' if tokenizer.chat_template else own}")
+            without_template = "shoestring's: a line with each role, then its text; the tokenizer has none"
+            template = "the template of the tokenizer" if tokenizer.chat_template else without_template
+            say(f"chat format: {template}")
         how = "" if kind == TEXT else ", padded" if pack == "none" else ", packed"
         say(
             f"{count / 1e6:.2f} M trained parameters, {len(rows[0]):,} rows of {kind}{how}, {config.steps} steps on "
@@ -140,6 +142,7 @@ def _finetune(run: Run[FinetuneConfig], source: Source) -> dict[str, Any]:
 def _rows(
     run: Run[FinetuneConfig], files: list[Path], segments: Texts | None, tokenizer: Any
 ) -> tuple[Rows, Rows]:
+    """Return the rows for training and for validation."""
     config = run.config
     if segments is not None:
         encoded = encode_examples(segments, tokenizer, config.seq_len)

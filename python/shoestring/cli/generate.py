@@ -48,11 +48,12 @@ def generate(config: GenerateConfig) -> str:
         raise InputError(
             f"{folder}: the tokenizer gives token {max(ids)}, the model's embedding has {rows} rows"
         )
-    found = positions_of(checked.fields)
-    if found is not None and len(ids) + config.max_new_tokens > found[1]:
+    positions = positions_of(checked.fields)
+    if positions is not None and len(ids) + config.max_new_tokens > positions.number:
+        most = max(0, int(positions.number) - len(ids))
         raise InputError(
-            f"--max-new-tokens {config.max_new_tokens}: expected at most {max(0, int(found[1]) - len(ids))} after a prompt of "
-            f"{len(ids)} tokens, since {folder} has {found[1]:g} positions; give fewer, or a shorter prompt"
+            f"--max-new-tokens {config.max_new_tokens}: expected at most {most} after a prompt of "
+            f"{len(ids)} tokens, since {folder} has {positions.number:g} positions; give fewer, or a shorter prompt"
         )
     ends = stop_at_answers(model, tokenizer) if config.chat else []
     torch.manual_seed(config.seed)

@@ -177,6 +177,7 @@ class _Program:
             self._process.wait()
 
     def _give_terminal(self, group: int) -> None:
+        """Make a group of processes the one that reads the terminal and gets its Ctrl-C."""
         if self._terminal < 0:
             return
         # A process in the background that takes the terminal gets SIGTTOU, which would stop it.
@@ -188,6 +189,7 @@ class _Program:
             signal.signal(signal.SIGTTOU, before)
 
     def _pass_on(self, number: int, _: FrameType | None = None) -> None:
+        """Send a signal to the program, or keep it until the program has started."""
         if self._process is None:
             self._early.append(number)
             return

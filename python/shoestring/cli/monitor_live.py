@@ -31,7 +31,7 @@ class LiveView:
         self._live: Any = None
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._line = ""
-        self._table, self._next = "", 0.0  # and the time of its next update
+        self._table, self._next = "", 0.0  # the table, and the time of its next update
 
     def terminal(self) -> int:
         """Return the file descriptor that the program writes to."""

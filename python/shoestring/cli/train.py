@@ -31,6 +31,7 @@ def train(config: TrainConfig, source: Source, out: Path) -> dict[str, Any]:
 
 
 def _train(run: Run[TrainConfig], source: Source) -> dict[str, Any]:
+    """Train as the options say; return the summary."""
     config = run.config
     silence(not run.processes.is_first)
     files = find_files(source.data, source.glob, say)

@@ -22,7 +22,7 @@ from shoestring.core.errors import InputError
 # Seconds per turn. A turn is several steps long, so the one step interrupted by a pause does not move the
 # median.
 TURN = 12.0
-SPEED = re.compile(r"[\d,]+ tok/s")  # of a step, in a line of a run
+SPEED = re.compile(r"[\d,]+ tok/s")  # the speed of a step in a line of a run
 STEP = re.compile(r"step +(\d+)/(\d+) ")  # the start of a line of a run
 
 
@@ -66,7 +66,7 @@ class Run:
             raise InputError(f"demo: the run {self.name} ended with exit code {code}: {lines[-1]}")
         return False
 
-    def left(self) -> float | None:
+    def seconds_left(self) -> float | None:
         """Return the seconds that the command still needs; None before its second step."""
         if self.process.returncode is not None:
             return 0.0
@@ -74,6 +74,7 @@ class Run:
         return (self.steps - last) * (end - start) / (last - first) if last > first else None
 
     def _seconds(self) -> float:
+        """Return the seconds that the command has run, without its pauses."""
         return self.spent + (0.0 if self.began is None else time.monotonic() - self.began)
 
     def _show(self) -> None:
@@ -109,11 +110,11 @@ def run_in_turns(
         running = list(runs)
         while running:
             running = [run for run in running if run.turn(is_alone=len(running) == 1)]
-            left = {run.name: run.left() for run in runs}
-            known = {name: seconds for name, seconds in left.items() if seconds is not None}
-            if running and len(known) == len(runs):
-                whole = {run.name: run.spent + known[run.name] for run in runs}
-                say(f"about {clock(sum(known.values()) + later(whole))} left")
+            seconds_left = {run.name: run.seconds_left() for run in runs}
+            known_seconds = {name: seconds for name, seconds in seconds_left.items() if seconds is not None}
+            if running and len(known_seconds) == len(runs):
+                total_seconds = {run.name: run.spent + known_seconds[run.name] for run in runs}
+                say(f"about {clock(sum(known_seconds.values()) + later(total_seconds))} left")
     finally:
         for run in runs:
             run.process.kill()  # SIGKILL also ends a stopped process

@@ -86,6 +86,7 @@ def fold_bias_before_batch_norm(
 
 
 def _reason_to_keep(layer: nn.Module, norm: nn.Module, dimensions: int | None) -> str | None:
+    """Return why the bias of a layer before a batch norm cannot be removed, or None if it can."""
     if any(m._forward_hooks or m._forward_pre_hooks for m in (layer, norm)):
         return "a hook sees the layer's result"
     if list(layer._parameters) != ["weight", "bias"]:
@@ -102,11 +103,11 @@ def _reason_to_keep(layer: nn.Module, norm: nn.Module, dimensions: int | None) -
 def _pairs(model: nn.Module) -> list[tuple[str, str]]:
     """Return layers with a bias whose result goes into a batch norm and nowhere else, with the batch norm."""
     modes = [(module, module.training) for module in model.modules()]
-    found: list[list[tuple[str, str]]] = []
+    pairs_by_mode: list[list[tuple[str, str]]] = []
     try:
         for training in (True, False):
             model.train(training)
-            found.append(_pairs_of(model, fx.Tracer().trace(model)))
+            pairs_by_mode.append(_pairs_of(model, fx.Tracer().trace(model)))
     except Exception as error:
         raise ValueError(
             "fold_bias_before_batch_norm: model: expected a model that torch.fx can trace, received "
@@ -115,10 +116,11 @@ def _pairs(model: nn.Module) -> list[tuple[str, str]]:
     finally:
         for module, mode in modes:
             module.training = mode
-    return [pair for pair in found[0] if pair in found[1]]
+    return [pair for pair in pairs_by_mode[0] if pair in pairs_by_mode[1]]
 
 
 def _pairs_of(model: nn.Module, graph: fx.Graph) -> list[tuple[str, str]]:
+    """Return the pairs of a layer with a bias and the batch norm that alone reads its result, in one graph."""
     # A tracer names a module by the first of its names, so that shared modules are counted together.
     calls = Counter(node.target for node in graph.nodes if node.op == "call_module")
     read = {str(node.target).rpartition(".")[0] for node in graph.nodes if node.op == "get_attr"}
@@ -143,10 +145,10 @@ def _dimensions(
     """Return the numbers of dimensions of the inputs of batch norms, from a run with the example."""
     if example is None:
         return {}
-    seen: dict[str, int] = {}
+    dimensions: dict[str, int] = {}
     hooks = [
         model.get_submodule(name).register_forward_pre_hook(
-            lambda _module, inputs, name=name: seen.__setitem__(name, inputs[0].dim())
+            lambda _module, inputs, name=name: dimensions.__setitem__(name, inputs[0].dim())
         )
         for name in norms
     ]
@@ -158,4 +160,4 @@ def _dimensions(
             hook.remove()
         for module, mode in modes:
             module.training = mode
-    return seen
+    return dimensions

@@ -44,10 +44,10 @@ def depth_scaled_(model: nn.Module, patterns: str | Sequence[str], layers: int) 
     if layers < 1:
         raise ValueError(f"depth_scaled_: layers: expected a number of at least 1, received {layers}")
     parameters = dict(model.named_parameters())
-    chosen: set[str] = set()
+    matched: set[str] = set()
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        chosen.update(matching("depth_scaled_", "patterns", pattern, list(parameters)))
-    scaled = [name for name in parameters if name in chosen]
+        matched.update(matching("depth_scaled_", "patterns", pattern, list(parameters)))
+    scaled = [name for name in parameters if name in matched]
     for name in scaled:
         parameters[name].mul_((2 * layers) ** -0.5)
     return scaled

@@ -125,13 +125,14 @@ def mup_(
         >>> ratio = model.weight.std() / base.weight.std()
         >>> torch.testing.assert_close(ratio, torch.tensor(64 / 4096))
     """
-    before = dict(base.named_parameters(remove_duplicate=False))
+    base_parameters = dict(base.named_parameters(remove_duplicate=False))
     for scaled in _scaled(model, base, kinds):
         if scaled.kind not in ("hidden", "output") or scaled.parameter.numel() < 2:
             continue
-        own, wanted = scaled.parameter.double().std(), before[scaled.name].double().std() * scaled.deviation
-        if own > 0:
-            scaled.parameter.mul_((wanted / own).item())
+        deviation = scaled.parameter.double().std()
+        base_deviation = base_parameters[scaled.name].double().std()
+        if deviation > 0:
+            scaled.parameter.mul_((base_deviation * scaled.deviation / deviation).item())
 
 
 def _scaled(
@@ -159,10 +160,10 @@ def _scaled(
     options = dict(kinds or {}), optimizer
     if isinstance(base, nn.Module):
         sizes = {name: list(p.shape) for name, p in base.named_parameters(remove_duplicate=False)}
-        found = mup.by_name(list(sizes), list(sizes.values()), *options)
+        roles = mup.by_name(list(sizes), list(sizes.values()), *options)
     else:
-        found = mup.by_width(dict(base), *options)
-    return [_Scaled(names[role], parameters[role], *multipliers) for role, *multipliers in found]
+        roles = mup.by_width(dict(base), *options)
+    return [_Scaled(names[role], parameters[role], *multipliers) for role, *multipliers in roles]
 
 
 def _layout(module: nn.Module, key: str) -> int:

@@ -66,14 +66,14 @@ def stochastic_depth(
         raise ValueError('stochastic_depth: x: expected at least one dimension with mode "row", received 0')
     rows = x.shape[0] if mode == "row" else 1
     p = p if training else 0.0
-    kept = _kept_rows(seed, step, layer, p, rows, x.device)
-    if p > 0 and kept.numel() == 0:
+    kept_rows = _kept_rows(seed, step, layer, p, rows, x.device)
+    if p > 0 and kept_rows.numel() == 0:
         return x.clone()
-    if kept.numel() == rows:
+    if kept_rows.numel() == rows:
         return x.add(_branch(fn, x), alpha=1 / (1 - p))
-    branch = _branch(fn, _selected(x, kept))
+    branch = _branch(fn, _selected(x, kept_rows))
     # index_add, out of place, would not keep the memory format.
-    return x.clone().index_add_(0, kept, branch, alpha=1 / (1 - p))
+    return x.clone().index_add_(0, kept_rows, branch, alpha=1 / (1 - p))
 
 
 def stochastic_depth_rate(layer: int, layers: int, p: float) -> float:
@@ -104,8 +104,8 @@ def stochastic_depth_rate(layer: int, layers: int, p: float) -> float:
 
 @_disable_dynamo
 def _kept_rows(seed: int, step: int, layer: int, p: float, rows: int, device: torch.device) -> Tensor:
-    kept: Tensor = torch.ops.shoestring._stochastic_depth_rows(seed, step, layer, p, rows, device)
-    return kept
+    kept_rows: Tensor = torch.ops.shoestring._stochastic_depth_rows(seed, step, layer, p, rows, device)
+    return kept_rows
 
 
 def _branch(fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

@@ -54,19 +54,19 @@ def swap_head(
     """
     if classes < 1:
         raise ValueError(f"swap_head: classes: expected a number of at least 1, received {classes}")
-    named = dict(model.named_modules(remove_duplicate=False))
-    old = named.get(head) if isinstance(head, str) else head
-    places = [name for name, module in named.items() if module is old and name]
+    modules = dict(model.named_modules(remove_duplicate=False))
+    old = modules.get(head) if isinstance(head, str) else head
+    places = [name for name, module in modules.items() if module is old and name]
     if old is None or not places:
-        layers = [name for name, module in named.items() if isinstance(module, (nn.Linear, *CONVOLUTIONS))]
+        layers = [name for name, module in modules.items() if isinstance(module, (nn.Linear, *CONVOLUTIONS))]
         received = repr(head) if isinstance(head, str) else type(head).__name__
         raise ValueError(
             f"swap_head: head: expected a layer of the model, received {received}. "
             + candidates(head if isinstance(head, str) else "", layers[::-1])
         )
-    for name, module in named.items():
-        own = {id(p) for p in module.parameters(recurse=False)}
-        if module is not old and any(id(p) in own for p in old.parameters(recurse=False)):
+    for name, module in modules.items():
+        module_parameters = {id(p) for p in module.parameters(recurse=False)}
+        if module is not old and any(id(p) in module_parameters for p in old.parameters(recurse=False)):
             raise ValueError(
                 f"swap_head: head: expected a layer with weights of its own, received one that shares them with {name}"
             )
@@ -85,7 +85,7 @@ def swap_head(
             parameter[index] = before_parameter[before]
     for name in places:
         parent, _, key = name.rpartition(".")
-        setattr(named[parent], key, new)
+        setattr(modules[parent], key, new)
     return new
 
 

@@ -337,9 +337,9 @@ class FinetuneConfig(LoopConfig, AdapterConfig):
             refuse_together([("--pack fill", "--baseline")])
         if self.full:
             names = ("rank", "alpha", "target_modules", "merge")
-            given = ["quantize"] if self.quantize not in (None, "none") else []
-            given += [name for name in names if getattr(self, name) != getattr(FinetuneConfig, name)]
-            refuse_together(("--full", f"--{name.replace('_', '-')}") for name in given)
+            full_conflicts = ["quantize"] if self.quantize not in (None, "none") else []
+            full_conflicts += [name for name in names if getattr(self, name) != getattr(FinetuneConfig, name)]
+            refuse_together(("--full", f"--{name.replace('_', '-')}") for name in full_conflicts)
 
     @property
     def frozen_format(self) -> str | None:

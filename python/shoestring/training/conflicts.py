@@ -73,8 +73,8 @@ def parallel_conflicts(config: StepConfig, name: str, compress: str) -> Iterator
         "--optimizer muon": name in ("auto", "zero2") and config.optimizer == "muon",
         "--precision fp16": name in ("auto", "zero2") and config.precision == "fp16",
     }
-    for option, given in refused.items():
-        if given:
+    for option, is_set in refused.items():
+        if is_set:
             yield f"--parallel {name}", option
     # See parallelize: what nobody can compress is refused before the processes wait for each other.
     if name in ("zero2", "zero3", "hsdp") and compress == "powersgd":

@@ -54,8 +54,8 @@ def utilization(device: torch.device) -> dict[str, int]:
 
 def in_use(device: torch.device) -> int:
     """Return the memory in use on a device: the allocator's figure, or else the process's resident memory."""
-    found = _allocator(device)
-    return found["device"] if found else resident_bytes()
+    allocated = _allocator(device)
+    return allocated["device"] if allocated else resident_bytes()
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
@@ -76,7 +76,7 @@ def weight_bytes(model: nn.Module) -> int:
     Weights that are away from the device count, too.
     """
     states = [getattr(p, "quant_state", None) for p in model.parameters()]
-    states += [getattr(state, "state2", None) for state in states]  # of scales that are quantised, too
+    states += [getattr(state, "state2", None) for state in states]  # the state of quantised scales
     scales = [
         scale
         for state in states

@@ -66,25 +66,25 @@ def classes(model: nn.Module, name: str) -> list[tuple[type[Own], list[Group]]]:
     if name in LOW_RANK:
         groups: list[Group] = [{"params": matrices}, {"params": others, "rank": None}]
         return [(OPTIMIZERS[name], [group for group in groups if group["params"]])]
-    return [(kind, [{"params": own}]) for kind, own in ((Muon, matrices), (AdamW, others)) if own]
+    return [(kind, [{"params": stepped}]) for kind, stepped in ((Muon, matrices), (AdamW, others)) if stepped]
 
 
 def _embeddings(model: Any) -> list[Any]:
-    found = [
+    tables = [
         getattr(model, name, lambda: None)() for name in ("get_input_embeddings", "get_output_embeddings")
     ]
-    return [module for module in found if module is not None]
+    return [module for module in tables if module is not None]
 
 
 def decayed(groups: list[Group], weight_decay: float) -> list[Group]:
     """Split parameter groups into groups with weight decay, of matrices, and without it, of norms and biases."""
-    found = []
+    split_groups = []
     for group in groups:
-        found += [
+        split_groups += [
             group | {"params": [p for p in group["params"] if p.ndim >= 2], "weight_decay": weight_decay},
             group | {"params": [p for p in group["params"] if p.ndim < 2], "weight_decay": 0.0},
         ]
-    return [group for group in found if group["params"]]
+    return [group for group in split_groups if group["params"]]
 
 
 def make_optimizers(model: nn.Module, config: LoopConfig, clips: bool) -> list[torch.optim.Optimizer]:
@@ -113,11 +113,11 @@ def make_optimizers(model: nn.Module, config: LoopConfig, clips: bool) -> list[t
 
 def described(model: nn.Module, config: StepConfig) -> Iterator[tuple[type[Own], list[Group], Group]]:
     """Yield class, parameter groups and options of each optimizer: those of storage, and ``--optimizer-arg``."""
-    stored = {"state_format": config.optimizer_state, "weight_rounding": ROUNDING[config.weights]}
+    storage_options = {"state_format": config.optimizer_state, "weight_rounding": ROUNDING[config.weights]}
     for number, (kind, groups) in enumerate(classes(model, config.optimizer)):
         # AdamW beside Muon takes no --optimizer-arg.
-        own = _arguments(kind, config) if number == 0 else {}
-        yield kind, groups, stored | own
+        user_options = _arguments(kind, config) if number == 0 else {}
+        yield kind, groups, storage_options | user_options
 
 
 def _of_run(kind: type[Own], config: LoopConfig, clips: bool) -> dict[str, Any]:
@@ -146,14 +146,14 @@ def build(kind: type[Own], groups: list[Group], options: dict[str, Any], config:
     try:
         return kind(groups, **options)
     except (TypeError, ValueError) as error:
-        given = " ".join(config.optimizer_arg or ())
+        arguments = " ".join(config.optimizer_arg or ())
         reason = str(error)
         # Other errors are such as the comparison of a number with a text.
         if not any(reason.startswith(f"{each.__name__}: ") for each in (kind, AdamW)):
             reason = (
                 f"expected a value of the type in shoestring.optim.{kind.__name__}'s signature, got another"
             )
-        raise InputError(f"--optimizer {config.optimizer} {given}".rstrip() + f": {reason}") from None
+        raise InputError(f"--optimizer {config.optimizer} {arguments}".rstrip() + f": {reason}") from None
 
 
 def _arguments(kind: type[Own], config: StepConfig) -> dict[str, Any]:

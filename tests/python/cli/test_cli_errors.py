@@ -263,8 +263,8 @@ def test_rows_longer_than_the_positions(
         ({"text_config": {"max_position_embeddings": 32}}, 32),
         ({"state_size": 8}, None),
     ):
-        found = positions_of(fields)
-        assert (found and found[1]) == most
+        positions = positions_of(fields)
+        assert (positions and positions.number) == most
 
 
 @pytest.mark.parametrize("model", ["no/such/dir", "/none", "a b"])

@@ -57,11 +57,11 @@ class MetricsLog:
             self.lost = 0
             self._file = open(path, "ab", buffering=0)  # noqa: SIM115  (__exit__ closes it)
             return
-        kept = [row for row in read_metrics(path) if row["step"] <= keep_through]
+        kept_rows = [row for row in read_metrics(path) if row["step"] <= keep_through]
         # Number of steps up to `keep_through` whose rows are missing, because the metrics file was damaged.
-        self.lost = keep_through - len({row["step"] for row in kept})
+        self.lost = keep_through - len({row["step"] for row in kept_rows})
         with atomic_file(path) as file:
-            file.write("".join(json.dumps(row) + "\n" for row in kept).encode())
+            file.write("".join(json.dumps(row) + "\n" for row in kept_rows).encode())
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115  (__exit__ closes it)
 
     def add(self, row: dict[str, Any]) -> None:

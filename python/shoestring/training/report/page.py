@@ -63,12 +63,13 @@ def _environment() -> jinja2.Environment:
 def _render(template: str, **values: Any) -> str:
     from markupsafe import Markup
 
-    themes = [{part: pair[which] for part, pair in COLOURS.items()} for which in (0, 1)]
+    themes = [{part: pair[theme] for part, pair in COLOURS.items()} for theme in (0, 1)]
     # The SVG elements are the only values that are not escaped; inline_svg has escaped their text.
     return _environment().get_template(template).render(light=themes[0], dark=themes[1], svg=Markup, **values)
 
 
 def _how(run: FinishedRun) -> str:
+    """Name the command and the library of a run."""
     return f"{run.record['command']} with {'plain PyTorch' if run.summary['baseline'] else 'shoestring'}"
 
 
@@ -108,6 +109,7 @@ def comparison_page(
 
 
 def _group(name: str, runs: list[FinishedRun], table: Table, prefix: str) -> dict[str, Any]:
+    """Return the values of a section of the page that compares runs."""
     return {
         "name": name,
         "first": runs[0].name,
@@ -140,6 +142,7 @@ def _lead(run: FinishedRun) -> str:
 
 
 def _stats(run: FinishedRun) -> list[Stat]:
+    """Return the figures at the top of the page of a run, each with its notes."""
     summary = run.summary
     val, best = summary["val_loss"], summary.get("best_val_loss")
     train = f"{summary['train_loss']:.4f}"
@@ -231,9 +234,9 @@ def _ratios(run: FinishedRun, first: FinishedRun, loss: str) -> list[Stat]:
     name = "Validation loss" if loss == "val_loss" else "Training loss"
 
     def stat(label: str, field: str, digits: int, form: Any, unit: str) -> Stat:
-        own, other = form(run.summary[field]), form(first.summary[field])
+        figure, first_figure = form(run.summary[field]), form(first.summary[field])
         value = ratio(run, first, field, digits)
-        notes = (f"{own}{unit}, {first.name} {other}{unit}",)
+        notes = (f"{figure}{unit}, {first.name} {first_figure}{unit}",)
         return Stat(label, value, "" if value == "–" else "x", notes)
 
     return [

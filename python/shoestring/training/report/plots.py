@@ -77,12 +77,12 @@ def thin(steps: list[float], values: list[float], most: int = POINTS) -> tuple[l
     if len(values) <= most:
         return steps, values
     groups = max(1, most // 2 - 1)
-    kept = {0, len(values) - 1}
+    kept_points = {0, len(values) - 1}
     for group in range(groups):
-        places = range(len(values) * group // groups, len(values) * (group + 1) // groups)
-        kept |= {min(places, key=values.__getitem__), max(places, key=values.__getitem__)}
-    order = sorted(kept)
-    return [steps[place] for place in order], [values[place] for place in order]
+        points = range(len(values) * group // groups, len(values) * (group + 1) // groups)
+        kept_points |= {min(points, key=values.__getitem__), max(points, key=values.__getitem__)}
+    order = sorted(kept_points)
+    return [steps[point] for point in order], [values[point] for point in order]
 
 
 def _figure(width: float, height: float, dpi: int = 144) -> Any:
@@ -120,6 +120,7 @@ def _prepare(axes: Any, title: str = "", x: str = "", y: str = "", grid: str = "
 
 
 def _whole_steps(axes: Any) -> None:
+    """Mark only whole steps on the horizontal axis."""
     from matplotlib.ticker import MaxNLocator
 
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 5, 10]))
@@ -178,15 +179,15 @@ def _draw_parts(axes: Any, run: FinishedRun, size: float) -> None:
     values = [part["measured"] / 1e6 for part in parts]
     formulas = [(part["expected"] or 0) / 1e6 for part in parts]
     most = max([*values, *formulas, 1e-6])
-    for place, (part, value) in enumerate(zip(parts, values)):
+    for row, (part, value) in enumerate(zip(parts, values)):
         colour = LIGHT[part["name"]] if part["name"] in PARTS else MUTED
-        axes.barh(place, value, 0.56, color=colour)
+        axes.barh(row, value, 0.56, color=colour)
         end = value
         if part["expected"] is not None:
             expected = part["expected"] / 1e6
-            axes.plot([expected, expected], [place - 0.4, place + 0.4], color=INK, linewidth=1.6)
+            axes.plot([expected, expected], [row - 0.4, row + 0.4], color=INK, linewidth=1.6)
             end = max(end, expected)
-        _text(axes, end + most * 0.025, place, megabytes(part["measured"]), size)
+        _text(axes, end + most * 0.025, row, megabytes(part["measured"]), size)
     axes.set_yticks(
         range(len(parts)), [shorten(part["name"], PART_LABEL) for part in parts], parse_math=False
     )
@@ -197,8 +198,8 @@ def _draw_parts(axes: Any, run: FinishedRun, size: float) -> None:
 
 def part_names(runs: list[FinishedRun]) -> list[str]:
     """Return the names of all parts of memory of some runs, in the order of PARTS, unknown names at the end."""
-    found = dict.fromkeys(part["name"] for run in runs for part in run.summary["memory"])
-    return [*(name for name in PARTS if name in found), *(name for name in found if name not in PARTS)]
+    names = dict.fromkeys(part["name"] for run in runs for part in run.summary["memory"])
+    return [*(name for name in PARTS if name in names), *(name for name in names if name not in PARTS)]
 
 
 def _draw_stacks(axes: Any, runs: list[FinishedRun], size: float, above: bool = False) -> None:
@@ -239,10 +240,10 @@ def _label_bars(
     from matplotlib.ticker import MaxNLocator
 
     most = max([*ends, 1e-6])
-    for place, (run, end, value) in enumerate(zip(runs, ends, values)):
-        _text(axes, end + most * 0.02, place, value, size)
+    for row, (run, end, value) in enumerate(zip(runs, ends, values)):
+        _text(axes, end + most * 0.02, row, value, size)
         if above:
-            _text(axes, 0, place - 0.42, shorten(run.name), size)
+            _text(axes, 0, row - 0.42, shorten(run.name), size)
     axes.set_xlim(0, most * 1.25)
     axes.set_ylim(len(runs) - 0.6, -0.7 if above else -0.6)
     axes.xaxis.set_major_locator(MaxNLocator(5))

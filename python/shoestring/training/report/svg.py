@@ -52,14 +52,14 @@ def inline_svg(figure: Any, name: str, words: str) -> str:
 def _slim(root: ElementTree.Element, name: str) -> None:
     """Remove what a page does not need, and replace fixed colours, fonts and ids."""
     text = ElementTree.tostring(root, encoding="unicode")
-    used = set(REFERENCE.findall(text))
+    referenced_ids = set(REFERENCE.findall(text))
     for parent in list(root.iter()):
         for child in list(parent):
             if child.tag in (f"{{{SVG}}}metadata", f"{{{SVG}}}style"):
                 parent.remove(child)
     for element in root.iter():
         identity = element.attrib.pop("id", None)
-        if identity in used:
+        if identity in referenced_ids:
             element.set("id", f"{name}-{identity}")
         if not element.tag.endswith("}text"):
             element.text = None  # white space between elements
@@ -68,9 +68,9 @@ def _slim(root: ElementTree.Element, name: str) -> None:
             if key in ("clip-path", f"{{{XLINK}}}href"):
                 element.set(key, REFERENCE.sub(rf"#{name}-\1", value))
             elif key == "style":
-                element.set(key, COLOUR.sub(lambda found: PROPERTIES.get(found[0], found[0]), _font(value)))
+                element.set(key, COLOUR.sub(lambda match: PROPERTIES.get(match[0], match[0]), _font(value)))
             elif key in ("d", "x", "y", "width", "height", "transform"):
-                short = NUMBER.sub(lambda found: f"{float(found[0]):.2f}".rstrip("0").rstrip("."), value)
+                short = NUMBER.sub(lambda match: f"{float(match[0]):.2f}".rstrip("0").rstrip("."), value)
                 element.set(key, " ".join(short.split()))
 
 

@@ -95,15 +95,15 @@ def _check(folder: Path, record: Any, summary: Any, metrics: list[Any]) -> None:
 def read_runs(folders: list[Path]) -> list[FinishedRun]:
     """Read finished runs. Name each by its folder, with parent folders if the folder's name is not unique."""
     runs = [read_run(folder) for folder in folders]
-    ends = [list(run.folder.resolve().parts) for run in runs]
+    paths = [list(run.folder.resolve().parts) for run in runs]
     names = []
-    for number, own in enumerate(ends):
-        others = [other for other in ends if other != own]
+    for number, path in enumerate(paths):
+        others = [other for other in paths if other != path]
         length = next(
-            (n for n in range(1, len(own)) if all(other[-n:] != own[-n:] for other in others)), len(own)
+            (n for n in range(1, len(path)) if all(other[-n:] != path[-n:] for other in others)), len(path)
         )
-        before = ends[:number].count(own)  # number of earlier runs in the list with the same folder
-        names.append("/".join(own[-length:]) + (f" ({before + 1})" if before else ""))
+        before = paths[:number].count(path)  # number of earlier runs in the list with the same folder
+        names.append("/".join(path[-length:]) + (f" ({before + 1})" if before else ""))
     return [replace(run, name=name) for run, name in zip(runs, names)]
 
 

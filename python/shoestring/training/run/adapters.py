@@ -43,6 +43,7 @@ def trained_to(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _plain(model: nn.Module, config: FinetuneConfig) -> nn.Module:
+    """Add adapters with PEFT, for the run in plain PyTorch."""
     # hide a message in which bitsandbytes recommends an optional package
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     try:

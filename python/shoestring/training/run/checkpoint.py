@@ -107,12 +107,12 @@ def save_checkpoint(
 def checkpoints(run: Path) -> list[Path]:
     """Return the folders of the complete checkpoints of a run, oldest first."""
     folder = run / "checkpoints"
-    found = (
+    checkpoint_paths = (
         [p for p in folder.glob("step-*") if re.fullmatch("step-[0-9]{8,18}", p.name)]
         if folder.is_dir()
         else []
     )
-    return sorted(found, key=step_of)
+    return sorted(checkpoint_paths, key=step_of)
 
 
 def step_of(checkpoint: Path) -> int:
@@ -137,12 +137,12 @@ def load_checkpoint(
     try:
         state = _read_state(folder)
         file = open_safetensors(folder / "weights.safetensors", f"{folder}: the checkpoint is damaged")
-        stored, tensors = file.tensors(), trained_tensors(model)
-        if stored.keys() != tensors.keys():
-            first = min(stored.keys() ^ tensors.keys())
+        saved_tensors, tensors = file.tensors(), trained_tensors(model)
+        if saved_tensors.keys() != tensors.keys():
+            first = min(saved_tensors.keys() ^ tensors.keys())
             raise InputError(f"{folder}: made by another model: {first} is not in both")
         for name, tensor in tensors.items():
-            saved = stored[name]
+            saved = saved_tensors[name]
             if saved.shape != tensor.shape or saved.dtype != tensor.dtype:
                 raise InputError(
                     f"{folder}: {name} is {list(saved.shape)} {saved.dtype} in the checkpoint, "
@@ -196,11 +196,11 @@ def _verify(folder: Path) -> None:
         raise _damaged(folder, f"({CHECKSUMS}: {error})") from None
     for name, expected in sums.items():
         try:
-            found = _checksum(folder / name)
+            received = _checksum(folder / name)
         except (OSError, ValueError) as error:
             raise _damaged(folder, f"({name}: {error})") from None
-        if found != expected:
-            raise _damaged(folder, f"({name}: expected the checksum {expected}, got {found})")
+        if received != expected:
+            raise _damaged(folder, f"({name}: expected the checksum {expected}, got {received})")
 
 
 def _read_state(folder: Path) -> dict[str, Any]:
@@ -214,6 +214,8 @@ def _read_state(folder: Path) -> dict[str, Any]:
 
 
 def _damaged(folder: Path, why: str) -> InputError:
-    before = [step_of(other) for other in checkpoints(folder.parents[1]) if step_of(other) < step_of(folder)]
-    then = f"continue from step {before[-1]}" if before else "begin again"
-    return InputError(f"{folder}: the checkpoint is damaged {why}; remove it to {then}")
+    """Return the error of a damaged checkpoint, which names the step from which the run can continue."""
+    steps = [step_of(checkpoint) for checkpoint in checkpoints(folder.parents[1])]
+    earlier = [step for step in steps if step < step_of(folder)]
+    remedy = f"continue from step {earlier[-1]}" if earlier else "begin again"
+    return InputError(f"{folder}: the checkpoint is damaged {why}; remove it to {remedy}")

@@ -33,16 +33,16 @@ def find_device(name: str) -> torch.device:
     device = parse_device(name)
     if device.type == "cpu" and device.index in (None, 0):
         return CPU
-    found = "cpu"
+    devices = "cpu"
     if accelerator is not None:
         last = f" to {accelerator.type}:{count - 1}" if count > 1 else ""
-        found += f" and {accelerator.type}:0{last}"
+        devices += f" and {accelerator.type}:0{last}"
         if device.type == accelerator.type:
             index = device.index if device.index is not None else torch.accelerator.current_device_index()
             if index < count:
                 return torch.device(device.type, index)
     raise InputError(
-        f"--device: expected a device of this machine, which PyTorch {torch.__version__} finds to be {found}; "
+        f"--device: expected a device of this machine, which PyTorch {torch.__version__} finds to be {devices}; "
         f"got {name}"
     )
 

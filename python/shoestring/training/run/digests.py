@@ -23,7 +23,7 @@ STRIDE = 64 << 20
 THREADS = min(8, os.cpu_count() or 1)
 # Endings of the files of a model directory from which weights, configuration, tokenizer, chat template and code come.
 MODEL_FILES = (".json", ".safetensors", ".model", ".txt", ".jinja", ".tiktoken", ".py")
-PREPARED = "prepared.json"  # of a run folder: the digests of the files that the run has prepared
+PREPARED = "prepared.json"  # holds the digests of the files that a run has prepared
 
 
 def file_list(files: list[Path]) -> list[list[Any]]:
@@ -53,13 +53,13 @@ def _parts(path: Path) -> Iterator[tuple[Path, int, int]]:
 
 def _digest_of_part(part: tuple[Path, int, int]) -> bytes:
     path, begin, count = part
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     with open(path, "rb") as file:
         file.seek(begin)
         while count > 0 and (block := file.read(min(BLOCK, count))):
-            found.update(block)
+            hasher.update(block)
             count -= len(block)
-    return found.digest()
+    return hasher.digest()
 
 
 def model_files(folder: Path) -> list[list[Any]]:
@@ -76,22 +76,23 @@ def require_prepared(run: Path, names: list[str]) -> None:
         InputError: a file has changed since the run prepared it.
     """
     files = {str(path.relative_to(run)): path for name in names for path in _files(run / name)}
-    now = dict(zip(files, (digest for _, _, digest in file_list(list(files.values())))))
+    digests = dict(zip(files, (digest for _, _, digest in file_list(list(files.values())))))
     record = run / PREPARED
     if not record.is_file():
-        write_json(record, now)
+        write_json(record, digests)
         return
-    before = read_json(record, str(record))
-    if not isinstance(before, dict):
+    recorded = read_json(record, str(record))
+    if not isinstance(recorded, dict):
         raise InputError(f"{record}: not the record of a run; give another --out")
-    for name in sorted(now.keys() | before.keys()):
-        if now.get(name) != before.get(name):
+    for name in sorted(digests.keys() | recorded.keys()):
+        if digests.get(name) != recorded.get(name):
             raise InputError(
                 f"--resume {run}: {name} has changed since the run began: restore it, or give another --out"
             )
 
 
 def _files(path: Path) -> Iterator[Path]:
+    """Yield a file, or all files in a folder, or nothing if the path does not exist."""
     if path.is_dir():
         yield from sorted(each for each in path.rglob("*") if each.is_file())
     elif path.is_file():

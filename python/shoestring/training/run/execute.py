@@ -50,10 +50,10 @@ def execute(trainer: Trainer, baseline: int, save: Callable[[Path], None]) -> di
     # The plan, the optimizer and a checkpoint may read or change all weights, so weights leave after that.
     trainer.offloaded = let_weights_leave(model, config, trainer.optimizers)
     began = time.time()
-    with weights_errors(config.weights_place, trainer.kept):
+    with weights_errors(config.weights_place, trainer.checkpoint_note):
         trainer.fit(start)
-    used = memory.usage(run.device)
-    peak = used.get("device_peak", used["peak"])
+    usage = memory.usage(run.device)
+    peak = usage.get("device_peak", usage["peak"])
     peaks = processes.of_all(peak)
     if trainer.parallel is not None:
         trainer.parallel.undo()
@@ -64,7 +64,7 @@ def execute(trainer: Trainer, baseline: int, save: Callable[[Path], None]) -> di
     if report is not None:
         report.undo()
     with (
-        weights_errors(config.weights_place, trainer.kept),
+        weights_errors(config.weights_place, trainer.checkpoint_note),
         atomic_directory(run.folder / config.result) as folder,
     ):
         save(folder)

@@ -117,7 +117,7 @@ def _own_folder(run: Run[LoopConfig]) -> Iterator[None]:
                 raise InputError(f"--resume {out}: not the directory of a run (no run.json in it)")
             yield
     except (Interrupted, KeyboardInterrupt) as error:
-        raise Interrupted(getattr(error, "number", signal.SIGINT), _kept(out)) from None
+        raise Interrupted(getattr(error, "number", signal.SIGINT), _progress_kept(out)) from None
 
 
 @contextmanager
@@ -188,7 +188,7 @@ def _begin(run: Run[LoopConfig], recorded: dict[str, Any]) -> None:
         write_json(run.folder / "run.json", {**record, "fingerprint": run.fingerprint})
 
 
-def _kept(out: Path) -> str:
+def _progress_kept(out: Path) -> str:
     """Return a text for the terminal that says what the folder of an interrupted run holds."""
     existing = checkpoints(out)
     if existing:

@@ -155,6 +155,7 @@ class Trainer:
         self._set_mode(training=False)  # before the processes give up their parts of the weights
 
     def _order(self) -> BatchOrder | PackedOrder:
+        """Return the order in which training draws rows."""
         config = self.run.config
         if self.pack != "fill":
             return BatchOrder(len(self.train), config.batch_size, config.accumulate, config.seed)
@@ -170,8 +171,9 @@ class Trainer:
             rank, count = self.run.processes.rank, self.run.processes.count
             batches = [self._batch(self.train, rows, empty) for rows in drawn[rank::count]]
             counted = sum(labelled(labels) for _, labels, _ in batches)
-            for other in (rows for number, rows in enumerate(drawn) if number % count != rank):
-                counted += labelled(self._batch(self.train, other, in_host_memory)[1])
+            for number, rows in enumerate(drawn):
+                if number % count != rank:  # rows of another process
+                    counted += labelled(self._batch(self.train, rows, in_host_memory)[1])
             return StepData(batches, counted, sum(self.train.count(rows) for rows in drawn))
 
         return Prefetcher(read, self.run.device, start=start, stop=self.run.config.steps, fills_buffers=True)
@@ -219,9 +221,9 @@ class Trainer:
         finite must not reach backward.
         """
         if self.optimizer_clips:
-            [own] = self.optimizers
-            own.step()
-            norm = own.grad_norm  # type: ignore[attr-defined]
+            [clipping_optimizer] = self.optimizers
+            clipping_optimizer.step()
+            norm = clipping_optimizer.grad_norm  # type: ignore[attr-defined]
             readings.add_norm(norm)
         else:
             for optimizer in self.optimizers:
@@ -230,8 +232,8 @@ class Trainer:
             readings.add_norm(norm)
             for optimizer in self.optimizers:
                 if self.scaler.is_enabled():
-                    for found in self.scaler._found_inf_per_device(optimizer).values():
-                        found += readings.bad
+                    for found_inf in self.scaler._found_inf_per_device(optimizer).values():
+                        found_inf += readings.bad
                 elif getattr(optimizer, "_step_supports_amp_scaling", False):
                     optimizer.found_inf = readings.bad  # type: ignore[attr-defined]
                 elif readings.bad.item():
@@ -274,10 +276,10 @@ class Trainer:
                 raise InputError(
                     f"step {step}: the {name} is {row[key]}; training stopped "
                     f"{'after' if changed else 'before'} the weights changed; "
-                    f"lower --lr ({self.run.config.lr:g}) or set --clip{self.kept()}"
+                    f"lower --lr ({self.run.config.lr:g}) or set --clip{self.checkpoint_note()}"
                 )
 
-    def kept(self) -> str:
+    def checkpoint_note(self) -> str:
         """Return the end of an error message, which names the last checkpoint if there is one."""
         return f"; the last checkpoint in {self.run.folder} is kept" if checkpoints(self.run.folder) else ""
 
@@ -368,7 +370,7 @@ class Trainer:
         value = total / max(1, count)
         if not math.isfinite(value):
             raise InputError(
-                f"the validation loss is {value}; lower --lr ({self.run.config.lr:g}){self.kept()}"
+                f"the validation loss is {value}; lower --lr ({self.run.config.lr:g}){self.checkpoint_note()}"
             )
         return value
 

@@ -105,8 +105,8 @@ class ModelDirectory(NamedTuple):
     """A model directory whose files have been checked."""
 
     folder: Path
-    fields: dict[str, Any]  # of config.json
-    shapes: dict[str, tuple[int, ...]]  # of the stored tensors, by name
+    fields: dict[str, Any]  # the fields of config.json
+    shapes: dict[str, tuple[int, ...]]  # shapes of the stored tensors, by name
 
     @property
     def is_quantized(self) -> bool:
@@ -173,7 +173,7 @@ def load_model(
 
 
 def _load_with_transformers(
-    folder: Path, dtype: torch.dtype, trust_remote_code: bool, stored: dict[str, tuple[int, ...]]
+    folder: Path, dtype: torch.dtype, trust_remote_code: bool, stored_shapes: dict[str, tuple[int, ...]]
 ) -> Any:
     """Load a model into host memory, whose weights transformers maps; ``stored`` has the shapes in the files."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -191,9 +191,9 @@ def _load_with_transformers(
             f"{folder}: config.json does not describe a causal language model ({why_not_loaded(error)})"
         ) from None
     for key, tensor in expected.items():
-        if key in stored and stored[key] != tuple(tensor.shape):
+        if key in stored_shapes and stored_shapes[key] != tuple(tensor.shape):
             raise InputError(
-                f"{folder}: {key} has shape {list(stored[key])} in the weights, "
+                f"{folder}: {key} has shape {list(stored_shapes[key])} in the weights, "
                 f"but config.json asks for {list(tensor.shape)}"
             )
     try:
@@ -235,15 +235,15 @@ def plain_loss(model: Any) -> Loss:
 
 def _router_factor(model: Any) -> float:
     """Return the factor of the router's loss in the loss of a model that computes one."""
-    places = (model, model.config, model.config.get_text_config())
-    factors = [getattr(place, "router_aux_loss_coef", None) for place in places]
-    found = next((factor for factor in factors if factor is not None), None)
-    if found is None:
+    owners = (model, model.config, model.config.get_text_config())
+    factors = [getattr(owner, "router_aux_loss_coef", None) for owner in owners]
+    router_factor = next((factor for factor in factors if factor is not None), None)
+    if router_factor is None:
         raise InputError(
             "--model: expected router_aux_loss_coef in config.json of a model that computes a loss of its router, "
             "got none; set output_router_logits to false there"
         )
-    return float(found)
+    return float(router_factor)
 
 
 def fused_loss(model: Any, workspace_mb: int, tell: Callable[[str], object] = lambda line: None) -> Loss:
@@ -254,13 +254,13 @@ def fused_loss(model: Any, workspace_mb: int, tell: Callable[[str], object] = la
     """
     from shoestring.integrations.transformers import patch
 
-    whole: dict[str, Any] = {}  # arguments of batches without padding
+    mask: dict[str, Any] = {}  # the argument that says that a batch has no padding
 
     def loss(inputs: Tensor, labels: Tensor, items: float = 1, **more: Any) -> Tensor:
         # The labels are already shifted by one token. The model divides the sum of all token losses by
         # num_items_in_batch, and then adds terms that are no sums over tokens.
         labels = labels.contiguous()
-        options = {"shift_labels": labels, "num_items_in_batch": items, "use_cache": False, **whole, **more}
+        options = {"shift_labels": labels, "num_items_in_batch": items, "use_cache": False, **mask, **more}
         result: Tensor = model(input_ids=inputs, labels=labels, **options).loss
         return result
 
@@ -270,11 +270,11 @@ def fused_loss(model: Any, workspace_mb: int, tell: Callable[[str], object] = la
     except (TypeError, ValueError) as error:
         raise InputError(f"--model: {error}; use --baseline for this architecture") from None
     if getattr(model.config, "_attn_implementation", None) == "shoestring":
-        whole = {"attention_mask": no_padding(device_of(model))}
+        mask = {"attention_mask": no_padding(device_of(model))}
         try:
             _check_same(loss, plain_loss(model), model)
         except (TypeError, ValueError, RuntimeError, IndexError):
-            whole = {}  # the model reads the mask itself
+            mask = {}  # the model reads the mask itself
     for line in patch_lines(model, report):
         tell(line)
     return loss
@@ -314,8 +314,8 @@ def can_pack(model: Any) -> bool:
     first, second = 9, 7
     count = model.get_input_embeddings().weight.shape[0]
     tokens = torch.arange(1, 1 + first + second, device=device_of(model))[None] % count
-    others = tokens.clone()
-    others[:, :first] = (tokens[:, :first] * 3 + 5) % count
+    changed_tokens = tokens.clone()
+    changed_tokens[:, :first] = (tokens[:, :first] * 3 + 5) % count
     alone = tokens[:, first:]
     together = {
         name: value.to(tokens.device) if isinstance(value, Tensor) else value
@@ -327,7 +327,7 @@ def can_pack(model: Any) -> bool:
         with torch.no_grad():
             packed, changed = (
                 model(input_ids=row, use_cache=False, **together).logits[:, first:]
-                for row in (tokens, others)
+                for row in (tokens, changed_tokens)
             )
             expected, longer = (
                 model(input_ids=row, use_cache=False).logits[:, :second]

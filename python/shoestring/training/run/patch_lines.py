@@ -14,7 +14,11 @@ from shoestring.integrations.transformers.names import uses
 if TYPE_CHECKING:
     from shoestring.integrations.transformers.patch import PatchReport
 
-SMALL = ("norm", "Norm", "dropout")  # in descriptions of changes that are no change of the module around them
+SMALL = (
+    "norm",
+    "Norm",
+    "dropout",
+)  # words in descriptions of changes that leave the module around them as it is
 
 
 def patch_lines(model: nn.Module, report: PatchReport) -> tuple[str, str]:
@@ -28,13 +32,13 @@ def patch_lines(model: nn.Module, report: PatchReport) -> tuple[str, str]:
         >>> patch_lines(model, shoestring.patch(model))[1]
         'left to PyTorch: no part of a block'
     """
-    done = Counter(change.what for change in report.changes)
+    patched = Counter(change.what for change in report.changes)
     parts = dict(_unchanged(model, report))
-    left = Counter(f"{model.get_submodule(name).__class__.__name__}{why}" for name, why in parts.items())
-    left.update(f"{where}: {why}" for where, why in report.left if where not in parts)
+    unpatched = Counter(f"{model.get_submodule(name).__class__.__name__}{why}" for name, why in parts.items())
+    unpatched.update(f"{where}: {why}" for where, why in report.left if where not in parts)
     return (
-        f"patched: {_listed(done) or 'nothing'}",
-        f"left to PyTorch: {_listed(left) or 'no part of a block'}",
+        f"patched: {_listed(patched) or 'nothing'}",
+        f"left to PyTorch: {_listed(unpatched) or 'no part of a block'}",
     )
 
 
@@ -60,6 +64,6 @@ def _parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         for part, module in block.named_children():
             if any(parameter.ndim > 1 for parameter in module.parameters()):
                 yield f"{name}.{part}", module
-            for inner, each in module.named_modules():
-                if inner and type(each).__name__.endswith("Experts"):
-                    yield f"{name}.{part}.{inner}", each
+            for inner, submodule in module.named_modules():
+                if inner and type(submodule).__name__.endswith("Experts"):
+                    yield f"{name}.{part}.{inner}", submodule

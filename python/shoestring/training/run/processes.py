@@ -55,19 +55,19 @@ class Processes:
         """Return the sum of a tensor over the processes."""
         if self.count == 1:
             return values
-        found = values.clone()
-        dist.all_reduce(found)
-        return found
+        total = values.clone()
+        dist.all_reduce(total)
+        return total
 
-    def any(self, here: bool) -> bool:
+    def any(self, condition: bool) -> bool:
         """Return whether the condition holds in any process."""
-        return here if self.count == 1 else bool(self.total(torch.tensor(float(here))).item())
+        return condition if self.count == 1 else bool(self.total(torch.tensor(float(condition))).item())
 
     def of_all(self, value: int) -> list[int]:
         """Return a number of each process."""
-        found = torch.zeros(self.count, dtype=torch.int64)
-        found[self.rank] = value
-        return [int(each) for each in self.total(found).tolist()]
+        numbers = torch.zeros(self.count, dtype=torch.int64)
+        numbers[self.rank] = value
+        return [int(number) for number in self.total(numbers).tolist()]
 
 
 def connect(config: LoopConfig) -> Processes:

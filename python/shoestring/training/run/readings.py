@@ -99,19 +99,20 @@ class Readings:
         self._host[self._current].copy_(self._values[self._current], non_blocking=True)
         if self._late:
             self._copied[self._current].record(torch.accelerator.current_stream(self._device))
-        before, self._waiting, self._rows = self._waiting, self._rows, []
+        previous_rows, self._waiting, self._rows = self._waiting, self._rows, []
         self._current = 1 - self._current
-        done = self._read(before, self._current)
+        rows_read = self._read(previous_rows, self._current)
         if wait or not self._late:
-            done += self._read(self._waiting, 1 - self._current)
+            rows_read += self._read(self._waiting, 1 - self._current)
             self._waiting = []
-        return done
+        return rows_read
 
     def restart_clock(self) -> None:
         """Leave the time since the last interval, such as that of an evaluation, out of the next interval."""
         self._began = time.perf_counter()
 
     def _read(self, rows: list[dict[str, Any]], buffer: int) -> list[dict[str, Any]]:
+        """Wait for the values of an interval, and write losses and gradient norms into its rows."""
         if rows and self._late:
             self._copied[buffer].synchronize()
         for row, values in zip(rows, self._host[buffer].tolist()):

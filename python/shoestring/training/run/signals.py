@@ -106,6 +106,7 @@ def _raise_received() -> None:
 
 
 def _handle(number: int, _: FrameType | None) -> None:
+    """Handle a signal: announce it, and raise Interrupted unless the exception is deferred."""
     global _received
     with _reading:
         _read()  # discard the signal numbers in the pipe, which all belong to this signal

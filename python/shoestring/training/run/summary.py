@@ -67,21 +67,21 @@ def summarise(trainer: Trainer, baseline: int, peak: int, seconds: float) -> dic
 
 def _device(rows: list[dict[str, Any]]) -> dict[str, float]:
     """Return what the steps measured of an accelerator: its reserved memory, and its mean utilisation."""
-    found: dict[str, float] = {}
+    measured: dict[str, float] = {}
     reserved = [row["device_reserved"] for row in rows if "device_reserved" in row]
     if reserved:
-        found["device_reserved"] = max(reserved)
+        measured["device_reserved"] = max(reserved)
     busy = [row["device_utilization"] for row in rows if "device_utilization" in row]
     if busy:
-        found["device_utilization"] = statistics.fmean(busy)
-    return found
+        measured["device_utilization"] = statistics.fmean(busy)
+    return measured
 
 
 def memory_parts(trainer: Trainer, baseline: int, peak: int) -> list[Part]:
     """Split the peak memory of this process into parts, each with its formula and its measured bytes."""
     config, model = trainer.run.config, trainer.model
     # PyTorch's AdamW if config.baseline is set, else optimizers of shoestring
-    own: list[Any] = trainer.optimizers
+    optimizers: list[Any] = trainer.optimizers
     params = trained(model)
     count = sum(p.numel() for p in params)
     weights, expected_weights, weights_formula = _weights(model)
@@ -96,12 +96,14 @@ def memory_parts(trainer: Trainer, baseline: int, peak: int) -> list[Part]:
         optimizer_formula, expected_optimizer = "8 B x trained", 8 * count + 4 * len(params)
     else:
         # By default, AdamW keeps two 8-bit codes per element, and two fp32 scales per block of 256.
-        expected_optimizer = sum(sum(formulas.optimizer_state(each).bytes().values()) for each in own)
-        each = f"{expected_optimizer / max(1, count):.3g}"
+        expected_optimizer = sum(sum(formulas.optimizer_state(each).bytes().values()) for each in optimizers)
+        bytes_each = f"{expected_optimizer / max(1, count):.3g}"
         if config.optimizer == "adamw" and config.weights != "bf16-remainder":
-            each = {"fp32": "8", "bf16": "4", "8bit": "(2 + 8/256)"}.get(config.optimizer_state, each)
-        optimizer_formula = f"{each} B x trained, tensors in blocks of 256"
-    measured = sum(memory.optimizer_bytes(each) for each in own)
+            bytes_each = {"fp32": "8", "bf16": "4", "8bit": "(2 + 8/256)"}.get(
+                config.optimizer_state, bytes_each
+            )
+        optimizer_formula = f"{bytes_each} B x trained, tensors in blocks of 256"
+    measured = sum(memory.optimizer_bytes(each) for each in optimizers)
     on_host = config.place is not None and trainer.run.device.type != "cpu"
     if on_host:
         optimizer_formula += ", in host memory"
@@ -112,9 +114,9 @@ def memory_parts(trainer: Trainer, baseline: int, peak: int) -> list[Part]:
         expected_optimizer = measured = 0
     optimizer = [Part("optimizer", optimizer_formula, expected_optimizer, measured)]
     if config.place == "cpu" and not on_host:
-        copies, taken = sum(2 * p.nbytes for p in params), sum(each.host_bytes for each in own)
+        copies, host_bytes = sum(2 * p.nbytes for p in params), sum(each.host_bytes for each in optimizers)
         optimizer.append(
-            Part("offload", "trained weights and their gradients once more, for the CPU", copies, taken)
+            Part("offload", "trained weights and their gradients once more, for the CPU", copies, host_bytes)
         )
     width = weight_dtype(config.weights).itemsize  # bytes of a trained weight, and of its gradient
     activations, activations_formula = _activations(trainer)
@@ -162,17 +164,18 @@ def _weights(model: nn.Module) -> tuple[int, int, str]:
 
 
 def _activations(trainer: Trainer) -> tuple[int | None, str]:
+    """Return the bytes of activations that a formula expects, or None, and the formula."""
     config = trainer.run.config
     if config.activations == "offload" and config.memory_budget is None:
         return trainer.saved_activations, "copied to host memory"
     if trainer.planned_activations is not None:
         return trainer.planned_activations, "as planned under --memory-budget"
     tokens = config.batch_size * config.seq_len
-    found = formulas.activations(
+    formula = formulas.activations(
         trainer.model,
         tokens,
         baseline=config.baseline,
         gradient_checkpointing=config.activations == "recompute",
         size=weight_dtype(config.weights).itemsize,
     )
-    return (None, "not known for this architecture") if found is None else (found.bytes, found.formula)
+    return (None, "not known for this architecture") if formula is None else (formula.bytes, formula.formula)

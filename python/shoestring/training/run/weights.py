@@ -21,9 +21,9 @@ PLACES = "none | cpu | nvme:DIR"  # values of --offload-weights, for messages
 def check_weights_place(config: FinetuneConfig | EstimateConfig, device: torch.device) -> None:
     """Raise InputError if --offload-weights and --keep do not fit the other options; reads and writes no file."""
     place, option = config.weights_place, f"--offload-weights {config.offload_weights}"
-    kept = kept_bytes(config.keep)
+    kept_on_device = kept_bytes(config.keep)
     if place is None:
-        if kept:
+        if kept_on_device:
             raise InputError(f"--keep {config.keep}: expected --offload-weights as well, got none; add it")
         return
     if not is_place(place):
@@ -66,7 +66,7 @@ def check_weights_folder(place: str | None) -> None:
 
 
 @contextmanager
-def weights_errors(place: str | None, then: Callable[[], str] = str) -> Iterator[None]:
+def weights_errors(place: str | None, message_end: Callable[[], str] = str) -> Iterator[None]:
     """Turn an error of moved weights (no folder, no space, a faulty disk) into an InputError of one line.
 
     Args:
@@ -80,7 +80,7 @@ def weights_errors(place: str | None, then: Callable[[], str] = str) -> Iterator
         if place is None or not reason.startswith("offload_weights: "):
             raise
         raise InputError(
-            f"--offload-weights {place}: {reason.removeprefix('offload_weights: ')}{then()}"
+            f"--offload-weights {place}: {reason.removeprefix('offload_weights: ')}{message_end()}"
         ) from None
 
 
@@ -106,8 +106,8 @@ def let_weights_leave(
 
 def copies_in_host_memory(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return copies of parameters of a model, given by name, of which some may be away from the device."""
-    found = {}
+    copies = {}
     for name, tensor in tensors.items():
         with weights_present(model.get_submodule(name.rpartition(".")[0])):
-            found[name] = tensor.to("cpu", copy=True)
-    return found
+            copies[name] = tensor.to("cpu", copy=True)
+    return copies

@@ -59,9 +59,9 @@ AdaptableLayer::Shapes AdaptableLinearImpl::shapes(const AnyAdapterOptions& adap
                     ": rank: expected at most ", std::min(in, out), " for '", low_rank.init(),
                     "', the smaller side of ", name, "; received ", low_rank.rank());
   for (const auto& item : adapters) {
-    const auto* other = item.value()->lora();
-    TORCH_CHECK_VALUE(other == nullptr || !((low_rank.dora() && other->changes_base()) ||
-                                            (low_rank.changes_base() && other->dora())),
+    const auto* other_lora = item.value()->lora();
+    TORCH_CHECK_VALUE(other_lora == nullptr || !((low_rank.dora() && other_lora->changes_base()) ||
+                                                 (low_rank.changes_base() && other_lora->dora())),
                       caller, ": dora: expected layers whose base no adapter changes, received ", name,
                       " for both DoRA and 'pissa', 'olora' or 'loftq'");
   }

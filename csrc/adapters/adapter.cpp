@@ -63,46 +63,48 @@ std::vector<std::string> AdaptableLayer::current() const {
 
 double AdaptableLayer::dropout() const {
   if (!dynamic_cast<const torch::nn::Module&>(*this).is_training()) return 0;
-  std::optional<double> found;
+  std::optional<double> shared_rate;
   for (const auto& name : current()) {
     const auto& options = adapters[name]->options;
     const auto* vera = std::get_if<VeraOptions>(&options);
     const auto* low_rank = std::get_if<LoraOptions>(&options);
-    const double own = vera != nullptr ? vera->dropout() : low_rank != nullptr ? low_rank->dropout() : 0;
+    const double adapter_rate = vera != nullptr       ? vera->dropout()
+                                : low_rank != nullptr ? low_rank->dropout()
+                                                      : 0;
     TORCH_CHECK_VALUE(
-        found.value_or(own) == own,
-        "lora: dropout: expected the same dropout for all active adapters in training, received ", *found,
-        " and ", own);
-    found = own;
+        shared_rate.value_or(adapter_rate) == adapter_rate,
+        "lora: dropout: expected the same dropout for all active adapters in training, received ",
+        *shared_rate, " and ", adapter_rate);
+    shared_rate = adapter_rate;
   }
-  return found.value_or(0);
+  return shared_rate.value_or(0);
 }
 
 void AdaptableLayer::check_kind(const AnyAdapterOptions& options, const std::string& caller,
                                 const std::string& name) const {
   const char* const kinds[] = {"LoRA", "IA3", "VeRA"};
   for (const auto& item : adapters) {
-    const size_t there = item.value()->options.index();
-    TORCH_CHECK_VALUE(there == options.index(), caller, ": adapter: expected adapters of the kind that ",
-                      name, " has, ", kinds[there], ", received ", kinds[options.index()]);
+    const size_t present = item.value()->options.index();
+    TORCH_CHECK_VALUE(present == options.index(), caller, ": adapter: expected adapters of the kind that ",
+                      name, " has, ", kinds[present], ", received ", kinds[options.index()]);
   }
 }
 
 void AdaptableLayer::add_adapter(const AnyAdapterOptions& options, const std::string& adapter_name,
-                                 AdapterImpl::Tensors given) {
+                                 AdapterImpl::Tensors tensors) {
   lora::check_adapter("add_adapter", options);
   lora::check_name("add_adapter", adapter_name);
   TORCH_CHECK_VALUE(!adapters.contains(adapter_name),
                     "add_adapter: adapter_name: expected a new name, but the layer has an adapter '",
                     adapter_name, "'; merge or delete it first");
   shapes(options, "add_adapter", "this layer");
-  if (given.is_empty()) given = prepare(options);
+  if (tensors.is_empty()) tensors = prepare(options);
   auto values = start(options);
-  for (const auto& item : given) {
+  for (const auto& item : tensors) {
     if (values.contains(item.key())) values[item.key()] = item.value();
   }
   put_adapter(adapter_name, options, values);
-  for (const auto& item : given) {
+  for (const auto& item : tensors) {
     const bool vera = !values.contains(item.key());
     const std::string name =
         // The initial lora_A is stored under the name "initial_A", and the initial lora_B under "initial_B".

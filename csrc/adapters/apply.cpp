@@ -75,14 +75,14 @@ std::vector<std::string> apply(torch::nn::Module& module, const ApplyOptions& op
     if (quantize && !linear.is_quantized() && !linear.has_adapter())
       linear.quantize(form, options.double_quant());
   };
-  std::map<AdaptableLayer*, nn::AdapterImpl::Tensors> taken;
+  std::map<AdaptableLayer*, nn::AdapterImpl::Tensors> taken_out;
   for (const auto& [name, layer] : targets) {
     if (!changes_base) break;
     // PiSSA, OLoRA and LoftQ initialise the adapter from the unquantised weight and subtract the adapter's
     // product. Only the remaining weight is quantised.
     auto& linear = dynamic_cast<AdaptableLinearImpl&>(*layer);
     const auto lora = std::get<nn::LoraOptions>(own_options(options.adapter(), name));
-    taken[layer] = take_out(linear, lora, quantize ? &form : nullptr, options.double_quant());
+    taken_out[layer] = take_out(linear, lora, quantize ? &form : nullptr, options.double_quant());
     quantized(linear);
   }
   for (const auto& [name, linear] : all_of<AdaptableLinearImpl>(module)) {
@@ -91,9 +91,9 @@ std::vector<std::string> apply(torch::nn::Module& module, const ApplyOptions& op
   const auto matrices = shared(options.adapter(), targets);
   std::vector<std::string> names;
   for (const auto& [name, layer] : targets) {
-    const auto matrices_of_layer = taken.find(layer);
+    const auto matrices_of_layer = taken_out.find(layer);
     layer->add_adapter(own_options(options.adapter(), name), options.adapter_name(),
-                       matrices_of_layer != taken.end() ? matrices_of_layer->second : matrices);
+                       matrices_of_layer != taken_out.end() ? matrices_of_layer->second : matrices);
     layer->adapters[options.adapter_name()]->bias = options.bias();
     names.push_back(name);
   }

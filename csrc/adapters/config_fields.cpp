@@ -210,18 +210,18 @@ bool is_off(const Json& value) {
   return value.is_null() || value == false || (!value.is_primitive() && value.empty());
 }
 
-AdapterConfig::AdapterConfig(const std::string& place, const std::string& text,
+AdapterConfig::AdapterConfig(const std::string& where, const std::string& text,
                              const std::vector<std::string>& methods)
-    : place_(place) {
+    : where_(where) {
   // For each field that holds a JSON object: the object's keys, in the order of the file.
   std::map<std::string, std::vector<std::string>> keys;
   std::string outer;
-  fields_ = files::parse_json(place, text, [&](int depth, const std::string& key) {
+  fields_ = files::parse_json(where, text, [&](int depth, const std::string& key) {
     // if the file repeats a field, its last occurrence counts
     if (depth == 1) keys[outer = key].clear();
     if (depth == 2) keys[outer].push_back(key);
   });
-  TORCH_CHECK_VALUE(fields_.is_object(), place_, ": expected a JSON object, received ", shown(fields_));
+  TORCH_CHECK_VALUE(fields_.is_object(), where_, ": expected a JSON object, received ", shown(fields_));
   const Json& type = (*this)["peft_type"];
   expect(std::any_of(methods.begin(), methods.end(), [&](const auto& name) { return type == name; }),
          "peft_type", listed(methods));
@@ -237,7 +237,7 @@ AdapterConfig::AdapterConfig(const std::string& place, const std::string& text,
     const bool fits =
         is_off(item.value()) || std::any_of(fields.begin(), fields.end(),
                                             [&](const auto& field) { return item.key() == field.name; });
-    TORCH_CHECK_VALUE(fits, place_, ": ", files::quote(item.key()),
+    TORCH_CHECK_VALUE(fits, where_, ": ", files::quote(item.key()),
                       ": expected null, false or an empty value, since this version of shoestring does not "
                       "know the field for ",
                       method, ", received ", shown(item.value()),
@@ -266,7 +266,7 @@ const Json& AdapterConfig::operator[](const char* name) const {
 }
 
 void AdapterConfig::expect(bool good, const char* name, const std::string& expected, const char* hint) const {
-  TORCH_CHECK_VALUE(good, place_, ": ", name, ": expected ", expected, ", received ", shown((*this)[name]),
+  TORCH_CHECK_VALUE(good, where_, ": ", name, ": expected ", expected, ", received ", shown((*this)[name]),
                     hint);
 }
 
@@ -274,11 +274,11 @@ std::string AdapterConfig::digest() const { return config_digest(fields_); }
 
 const std::set<std::string>& computing_fields() {
   static const std::set<std::string> names = [] {
-    std::set<std::string> found;
+    std::set<std::string> computing;
     for (const auto& field : kConfigFields) {
-      if (field.use == FieldUse::kComputes) found.insert(field.name);
+      if (field.use == FieldUse::kComputes) computing.insert(field.name);
     }
-    return found;
+    return computing;
   }();
   return names;
 }
@@ -290,8 +290,8 @@ TORCH_LIBRARY_IMPL(shoestring, CompositeExplicitAutograd, m) {
     return options;
   });
   m.impl("_read_adapter_config",
-         [](const std::string& place, const std::string& text, const std::vector<std::string>& methods) {
-           const AdapterConfig file(place, text, methods);
+         [](const std::string& where, const std::string& text, const std::vector<std::string>& methods) {
+           const AdapterConfig file(where, text, methods);
            return std::tuple(file.method, file.options.dump(), file.digest());
          });
 }

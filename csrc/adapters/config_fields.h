@@ -13,10 +13,10 @@ using Json = nlohmann::json;
 /// The content of an adapter_config.json, of which every value was checked.
 class AdapterConfig {
  public:
-  /// Parses `text`, which may come from an untrusted source. `place` begins error messages. Raises ValueError
+  /// Parses `text`, which may come from an untrusted source. `where` begins error messages. Raises ValueError
   /// if the method is none of `methods`, or if a field is on that PEFT does not write for the method, that
   /// nothing here supports, or whose value has a wrong type or range. The message names the field.
-  AdapterConfig(const std::string& place, const std::string& text, const std::vector<std::string>& methods);
+  AdapterConfig(const std::string& where, const std::string& text, const std::vector<std::string>& methods);
 
   /// Returns the value of a field; null if the file lacks it.
   const Json& operator[](const char* name) const;
@@ -31,7 +31,7 @@ class AdapterConfig {
   nlohmann::ordered_json options = nlohmann::ordered_json::object();
 
  private:
-  std::string place_;
+  std::string where_;
   Json fields_;
 };
 

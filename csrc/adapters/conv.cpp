@@ -67,7 +67,7 @@ AdaptableConvImpl<D>::AdaptableConvImpl(const torch::nn::ConvOptions<D>& options
 template <size_t D>
 void AdaptableConvImpl<D>::reset() {
   const auto dtype = weight.defined() ? weight.scalar_type() : at::kFloat;
-  const auto held = std::exchange(adapters, decltype(adapters)());
+  const auto former_adapters = std::exchange(adapters, decltype(adapters)());
   former_.reset();
   std::vector<int64_t> shape{options.out_channels(), options.in_channels() / options.groups()};
   shape.insert(shape.end(), options.kernel_size()->begin(), options.kernel_size()->end());
@@ -78,8 +78,8 @@ void AdaptableConvImpl<D>::reset() {
     bias =
         this->register_parameter("bias", at::empty({options.out_channels()}, dtype).uniform_(-bound, bound));
   }
-  if (!held.is_empty()) freeze();
-  for (const auto& item : held)
+  if (!former_adapters.is_empty()) freeze();
+  for (const auto& item : former_adapters)
     adapters.insert(item.key(), std::dynamic_pointer_cast<AdapterImpl>(item.value()->clone()));
   register_adapters();
 }
@@ -155,10 +155,10 @@ Tensor AdaptableConvImpl<D>::forward(const Tensor& x) {
   const Tensor base = convolve(x, weight);
   const int64_t features = base.dim() - 1 - static_cast<int64_t>(D);
   const LoraInput input = input_with(dropout(), x);
-  const Tensor y = composed(base, x, features, [&](const AdapterImpl& own) {
+  const Tensor y = composed(base, x, features, [&](const AdapterImpl& adapter) {
     const Tensor read = input.seed().has_value() ? seeded_dropout(x, *input.seed(), input.dropout()) : x;
-    const Tensor low = convolve(read.to(own["lora_A"].scalar_type()), own["lora_A"]);
-    return convolved(low, own["lora_B"], std::nullopt, torch::nn::ConvOptions<D>(1, 1, 1),
+    const Tensor low = convolve(read.to(adapter["lora_A"].scalar_type()), adapter["lora_A"]);
+    return convolved(low, adapter["lora_B"], std::nullopt, torch::nn::ConvOptions<D>(1, 1, 1),
                      at::IntArrayRef(std::vector<int64_t>(D, 0)));
   });
   std::vector<int64_t> vector(static_cast<size_t>(y.dim()), 1);

@@ -21,7 +21,7 @@ AdaptableEmbeddingImpl::AdaptableEmbeddingImpl(const AdaptableEmbeddingOptions& 
 // AdaptableLinearImpl::reset explains why.
 void AdaptableEmbeddingImpl::reset() {
   const auto dtype = weight.defined() ? weight.scalar_type() : at::kFloat;
-  const auto held = std::exchange(adapters, decltype(adapters)());
+  const auto former_adapters = std::exchange(adapters, decltype(adapters)());
   former_.reset();
   const std::vector<int64_t> shape{options.num_embeddings(), options.embedding_dim()};
   Tensor value = options.placeholder() ? placeholder(shape, dtype) : at::empty(shape, dtype);
@@ -30,8 +30,8 @@ void AdaptableEmbeddingImpl::reset() {
     if (options.padding_idx().has_value()) value[*options.padding_idx()].zero_();
   }
   weight = register_parameter("weight", value);
-  if (!held.is_empty()) freeze();
-  for (const auto& item : held)
+  if (!former_adapters.is_empty()) freeze();
+  for (const auto& item : former_adapters)
     adapters.insert(item.key(), std::dynamic_pointer_cast<AdapterImpl>(item.value()->clone()));
   register_adapters();
 }
@@ -81,8 +81,8 @@ Tensor AdaptableEmbeddingImpl::lookup(const Tensor& ids, const Tensor& table) co
 Tensor AdaptableEmbeddingImpl::forward(const Tensor& ids) {
   if (observer) observer(ids);
   const Tensor base = lookup(ids, weight);
-  return composed(base, ids, base.dim() - 1, [&](const AdapterImpl& own) {
-    return at::linear(lookup(ids, own["lora_embedding_A"].t()), own["lora_embedding_B"]);
+  return composed(base, ids, base.dim() - 1, [&](const AdapterImpl& adapter) {
+    return at::linear(lookup(ids, adapter["lora_embedding_A"].t()), adapter["lora_embedding_B"]);
   });
 }
 

@@ -32,9 +32,9 @@ std::vector<ParameterGroup> loraplus_param_groups(const torch::nn::Module& modul
     const double rate = embeddings.count(parameter.unsafeGetTensorImpl()) > 0 ? options.embedding_lr()
                         : fast                                                ? lr * options.lr_ratio()
                                                                               : lr;
-    const auto [place, added] = places.emplace(std::pair(rate, !vector), groups.size());
+    const auto [group, added] = places.emplace(std::pair(rate, !vector), groups.size());
     if (added) groups.push_back({{}, rate, !vector});
-    groups[place->second].params.push_back(parameter);
+    groups[group->second].params.push_back(parameter);
   }
   TORCH_CHECK_VALUE(
       !groups.empty(),

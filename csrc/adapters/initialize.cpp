@@ -65,10 +65,10 @@ std::tuple<Tensor, Tensor, Tensor> take_out_of(const std::string& caller, const 
     TORCH_CHECK_VALUE(quantize != nullptr, caller,
                       ": init: expected quantize with 'loftq', which fits the adapter to the quantisation "
                       "error; received none");
-    Tensor rest = dense;
+    Tensor remaining = dense;
     for (int64_t i = 0; i < options.loftq_iterations(); ++i) {
-      std::tie(A, B) = halves(dense - quantized(rest, *quantize, double_quant), options, 0);
-      rest = at::addmm(dense, B, A, 1, -options.scaling());
+      std::tie(A, B) = halves(dense - quantized(remaining, *quantize, double_quant), options, 0);
+      remaining = at::addmm(dense, B, A, 1, -options.scaling());
     }
   } else {
     const auto at = init.find("_niter_");
@@ -83,14 +83,14 @@ nn::AdapterImpl::Tensors take_out(nn::AdaptableLinearImpl& layer, const nn::Lora
                                   const QuantizeOptions* quantize, bool double_quant) {
   const torch::NoGradGuard no_grad;
   const bool again = layer.is_quantized();
-  const auto [rest, A, B] = take_out_of("lora::apply", layer.dense_weight(), options,
-                                        again ? &layer.base->options.quantize() : quantize,
-                                        again ? layer.base->options.double_quant() : double_quant);
-  layer.set_weight(rest);
-  nn::AdapterImpl::Tensors taken;
-  taken.insert("lora_A", A);
-  taken.insert("lora_B", B);
-  return taken;
+  const auto [remaining, A, B] = take_out_of("lora::apply", layer.dense_weight(), options,
+                                             again ? &layer.base->options.quantize() : quantize,
+                                             again ? layer.base->options.double_quant() : double_quant);
+  layer.set_weight(remaining);
+  nn::AdapterImpl::Tensors initial;
+  initial.insert("lora_A", A);
+  initial.insert("lora_B", B);
+  return initial;
 }
 
 nn::AdapterImpl::Tensors projection(const nn::VeraOptions& options, int64_t in_features,

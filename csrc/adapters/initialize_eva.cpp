@@ -21,9 +21,9 @@ class Directions {
  public:
   explicit Directions(int64_t count) : count(count) {}
 
-  void update(const Tensor& given) {
-    const auto type = given.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-    const Tensor rows = given.detach().reshape({-1, given.size(-1)}).to(type);
+  void update(const Tensor& inputs) {
+    const auto type = inputs.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+    const Tensor rows = inputs.detach().reshape({-1, inputs.size(-1)}).to(type);
     if (rows.size(0) == 0) return;
     const auto n = static_cast<double>(rows.size(0));
     const Tensor mean = rows.mean(0), spread = (rows - mean).square().sum(0);
@@ -63,7 +63,7 @@ class Directions {
 };
 
 // Runs the module on the caller's batches while its layers report their inputs.
-void observe(torch::nn::Module& module, const Layers& layers, std::vector<Directions>& found,
+void observe(torch::nn::Module& module, const Layers& layers, std::vector<Directions>& of_layers,
              const std::function<void(const ChooseRows&)>& run) {
   struct Restore {
     torch::nn::Module& module;
@@ -76,7 +76,7 @@ void observe(torch::nn::Module& module, const Layers& layers, std::vector<Direct
   } restore{module, layers};
   Tensor chosen;
   for (size_t i = 0; i < layers.size(); ++i) {
-    layers[i].second->observer = [&chosen, &directions = found[i]](const Tensor& x) {
+    layers[i].second->observer = [&chosen, &directions = of_layers[i]](const Tensor& x) {
       directions.update(chosen.defined() ? x.index({chosen}) : x);
     };
   }
@@ -87,10 +87,11 @@ void observe(torch::nn::Module& module, const Layers& layers, std::vector<Direct
 // Returns new ranks, whose sum is that of the old ranks. Over all layers, as many principal directions as
 // this sum are chosen, those with the largest fractions of variance. A layer's rank is the number of its
 // directions among them. In a tie, the layer whose name comes last is preferred, as in Python.
-std::vector<int64_t> distribute(const Layers& layers, const std::vector<Directions>& found, int64_t sum) {
+std::vector<int64_t> distribute(const Layers& layers, const std::vector<Directions>& directions,
+                                int64_t sum) {
   std::vector<std::tuple<double, std::string, size_t>> every;
   for (size_t i = 0; i < layers.size(); ++i) {
-    const Tensor shares = found[i].explained();
+    const Tensor shares = directions[i].explained();
     for (int64_t k = 0; k < shares.size(0); ++k)
       every.emplace_back(shares[k].item<double>(), layers[i].first, i);
   }

@@ -30,7 +30,7 @@ void AdaptableLinearImpl::reset() {
   const bool quantized = is_quantized();
   const auto form = quantized ? base->options : QuantizedLinearOptions(1, 1);
   const auto dtype = quantized ? base->dtype : weight.defined() ? weight.scalar_type() : at::kFloat;
-  const auto held = std::exchange(adapters, decltype(adapters)());
+  const auto former_adapters = std::exchange(adapters, decltype(adapters)());
   base = nullptr;
   former_.reset();
   const std::vector<int64_t> shape{options.out_features(), options.in_features()};
@@ -47,8 +47,8 @@ void AdaptableLinearImpl::reset() {
     }
   }
   if (quantized) quantize(form.quantize(), form.double_quant());
-  if (!held.is_empty()) freeze();
-  for (const auto& item : held)
+  if (!former_adapters.is_empty()) freeze();
+  for (const auto& item : former_adapters)
     adapters.insert(item.key(), std::dynamic_pointer_cast<AdapterImpl>(item.value()->clone()));
   register_adapters();
 }

@@ -72,8 +72,8 @@ std::vector<std::string> saved_names(const torch::nn::Module& module, const File
 class Sorter {
  public:
   Sorter(const torch::nn::Module& module, const SafetensorsFile& file, const FileConfig& config)
-      : file_(file), config_(config), place_("lora::load_adapter: " + file.path()) {
-    saved_ = saved_modules(place_, module, saved_names(module, config));
+      : file_(file), config_(config), where_("lora::load_adapter: " + file.path()) {
+    saved_ = saved_modules(where_, module, saved_names(module, config));
     for (const auto& [name, layer] : all_of<nn::AdaptableLayer>(module)) layers_[name] = layer;
     for (const auto& [name, bias] : base_biases(module, "all")) biases_[name] = bias;
     for (const auto& item : module.named_parameters()) {
@@ -85,7 +85,7 @@ class Sorter {
       if (weight.is_floating_point() && weight.dim() == 2) weights_[name + ".weight"] = weight;
     }
     for (const auto& entry : file.entries()) sort(entry.name);
-    for (auto& [name, own] : content.layers) check_layer(name, own);
+    for (auto& [name, saved_layer] : content.layers) check_layer(name, saved_layer);
     for (const auto& [name, values] : content.copies) check_copy(module, name, values);
     check_projection();
   }
@@ -94,13 +94,13 @@ class Sorter {
 
  private:
   void sort(const std::string& key) {
-    TORCH_CHECK_VALUE(is_name(key), place_, ": expected names of tensors, received ", files::quote(key));
+    TORCH_CHECK_VALUE(is_name(key), where_, ": expected names of tensors, received ", files::quote(key));
     const Tensor value = file_.load(key);
     if (key == std::string(kShared) + "vera_A" || key == std::string(kShared) + "vera_B") {
       content.projection.insert(key.substr(std::string(kShared).size()), value);
       return;
     }
-    TORCH_CHECK_VALUE(key.starts_with(kPrefix), place_, ": expected keys that begin with ", kPrefix,
+    TORCH_CHECK_VALUE(key.starts_with(kPrefix), where_, ": expected keys that begin with ", kPrefix,
                       ", received ", key);
     const std::string name = key.substr(std::string(kPrefix).size());
     for (const auto& owner : saved_) {
@@ -119,11 +119,11 @@ class Sorter {
       add_quantized(owner_of(plain), key, value);
     } else {
       const auto [layer, parameter] = split_key(name);
-      TORCH_CHECK_VALUE(!parameter.empty() && value.is_floating_point(), place_,
+      TORCH_CHECK_VALUE(!parameter.empty() && value.is_floating_point(), where_,
                         ": expected floating-point tensors of an adapter, of "
                         "modules_to_save and of biases, received ",
                         key, " of ", value.scalar_type());
-      TORCH_CHECK_VALUE(layers_.count(layer) > 0, place_, ": ", layer,
+      TORCH_CHECK_VALUE(layers_.count(layer) > 0, where_, ": ", layer,
                         ": expected a layer of shoestring::nn in the module, found none "
                         "of that name");
       content.layers[layer].values.insert(parameter, value);
@@ -154,17 +154,17 @@ class Sorter {
 
   // PEFT writes the weights and biases of embeddings and output layers into the file if the vocabulary was
   // resized or if they have an adapter.
-  void add_base(const std::string& key, const Tensor& own, const Tensor& value) {
+  void add_base(const std::string& key, const Tensor& tensor, const Tensor& value) {
     TORCH_CHECK_VALUE(
-        own.sizes() == value.sizes() && value.is_floating_point(), place_, ": ", key, ": expected shape ",
-        own.sizes(), ", received ", value.sizes(), " of ", value.scalar_type(),
-        own.dim() == 2 ? ". Resize the vocabulary of the module to that of the file first" : "");
+        tensor.sizes() == value.sizes() && value.is_floating_point(), where_, ": ", key, ": expected shape ",
+        tensor.sizes(), ", received ", value.sizes(), " of ", value.scalar_type(),
+        tensor.dim() == 2 ? ". Resize the vocabulary of the module to that of the file first" : "");
     for (const auto& [other, given] : content.base) {
-      TORCH_CHECK_VALUE(!other.is_same(own) || at::equal(given, value), place_, ": ", key,
+      TORCH_CHECK_VALUE(!other.is_same(tensor) || at::equal(given, value), where_, ": ", key,
                         ": expected the values of the layer to which it is tied, received others. Untie the "
                         "two in the module first");
     }
-    content.base.emplace_back(own, value);
+    content.base.emplace_back(tensor, value);
   }
 
   void add_quantized(const std::string& name, const std::string& key, const Tensor& value) {
@@ -173,38 +173,38 @@ class Sorter {
     TORCH_CHECK_VALUE(
         linear != nullptr && value.is_floating_point() &&
             value.sizes() == at::IntArrayRef({linear->options.out_features(), linear->options.in_features()}),
-        place_, ": ", key, ": expected the shape of a weight of the module, received ", value.sizes());
+        where_, ": ", key, ": expected the shape of a weight of the module, received ", value.sizes());
     content.quantized.emplace_back(linear, value);
   }
 
-  void check_layer(const std::string& name, Content::Layer& own) const {
+  void check_layer(const std::string& name, Content::Layer& saved_layer) const {
     int64_t rank = 1;
     for (const char* down : {"lora_A", "lora_embedding_A"}) {
-      const Tensor* A = own.values.find(down);
+      const Tensor* A = saved_layer.values.find(down);
       if (A != nullptr && A->dim() >= 2) rank = std::max<int64_t>(A->size(0), 1);
     }
-    own.layer = layers_.at(name);
-    own.options = config_.own(name, rank);
-    check_adapter(place_, own.options);
-    check_changed_base(name, own);
-    const std::string expected = listed_shapes(own.layer->shapes(own.options, place_, name));
-    const std::string received = listed_shapes(shapes_of(own.values));
-    TORCH_CHECK_VALUE(expected == received, place_, ": ", name, ": expected ", expected, ", received ",
+    saved_layer.layer = layers_.at(name);
+    saved_layer.options = config_.layer_options(name, rank);
+    check_adapter(where_, saved_layer.options);
+    check_changed_base(name, saved_layer);
+    const std::string expected = listed_shapes(saved_layer.layer->shapes(saved_layer.options, where_, name));
+    const std::string received = listed_shapes(shapes_of(saved_layer.values));
+    TORCH_CHECK_VALUE(expected == received, where_, ": ", name, ": expected ", expected, ", received ",
                       received);
   }
 
   // An initialisation that changed the base is computed again from the original weight.
-  void check_changed_base(const std::string& name, const Content::Layer& own) const {
-    const auto* lora = std::get_if<nn::LoraOptions>(&own.options);
+  void check_changed_base(const std::string& name, const Content::Layer& saved_layer) const {
+    const auto* lora = std::get_if<nn::LoraOptions>(&saved_layer.options);
     if (lora == nullptr || !lora->changes_base()) return;
-    const auto* linear = dynamic_cast<const nn::AdaptableLinearImpl*>(own.layer);
+    const auto* linear = dynamic_cast<const nn::AdaptableLinearImpl*>(saved_layer.layer);
     TORCH_CHECK_VALUE(
-        linear != nullptr && !linear->is_quantized(), place_, ": ", name,
+        linear != nullptr && !linear->is_quantized(), where_, ": ", name,
         ": expected a linear layer with a dense weight for init_lora_weights '", lora->init(),
         "', received another. Load the adapter onto the dense model, save it, and load that file");
-    for (const auto& item : own.layer->adapters) {
-      const auto* other = std::get_if<nn::LoraOptions>(&item.value()->options);
-      TORCH_CHECK_VALUE(other == nullptr || !other->dora(), place_, ": ", name,
+    for (const auto& item : saved_layer.layer->adapters) {
+      const auto* other_lora = std::get_if<nn::LoraOptions>(&item.value()->options);
+      TORCH_CHECK_VALUE(other_lora == nullptr || !other_lora->dora(), where_, ": ", name,
                         ": expected a layer without DoRA for init_lora_weights '", lora->init(),
                         "', received one with the DoRA adapter '", item.key(), "'");
     }
@@ -214,12 +214,12 @@ class Sorter {
                   const std::map<std::string, Tensor>& values) const {
     std::map<std::string, Tensor> of_module;
     for (const auto& [module_name, owner] : modules(module)) {
-      if (module_name == name) of_module = TrainedCopyImpl(*owner).own();
+      if (module_name == name) of_module = TrainedCopyImpl(*owner).owner_tensors();
     }
     bool same = of_module.size() == values.size();
     for (const auto& [key, value] : values) same = same && of_module.count(key) > 0;
     for (const auto& [key, value] : values) same = same && of_module[key].sizes() == value.sizes();
-    TORCH_CHECK_VALUE(same, place_, ": ", name,
+    TORCH_CHECK_VALUE(same, where_, ": ", name,
                       ": expected the names and shapes of its parameters and buffers, received others");
   }
 
@@ -233,7 +233,7 @@ class Sorter {
       out = std::max(out, linear->options.out_features());
     }
     if (vera == nullptr || (content.projection.is_empty() && !vera->save_projection())) {
-      TORCH_CHECK_VALUE(content.projection.is_empty() || vera != nullptr, place_,
+      TORCH_CHECK_VALUE(content.projection.is_empty() || vera != nullptr, where_,
                         ": expected vera_A and vera_B only with peft_type VERA; save the adapter again");
       if (vera != nullptr) content.projection = projection(*vera, in, out);
       return;
@@ -242,14 +242,14 @@ class Sorter {
     const bool fit = A != nullptr && B != nullptr && A->dim() == 2 && B->dim() == 2 &&
                      A->size(0) == vera->rank() && A->size(1) >= in && B->size(0) >= out &&
                      B->size(1) == vera->rank();
-    TORCH_CHECK_VALUE(fit, place_, ": expected base_model.vera_A [", vera->rank(), ", ", in,
+    TORCH_CHECK_VALUE(fit, where_, ": expected base_model.vera_A [", vera->rank(), ", ", in,
                       "] and base_model.vera_B [", out, ", ", vera->rank(), "], or larger, received ",
                       listed_shapes(shapes_of(content.projection)));
   }
 
   const SafetensorsFile& file_;
   const FileConfig& config_;
-  const std::string place_;
+  const std::string where_;
   std::vector<std::string> saved_;
   std::map<std::string, nn::AdaptableLayer*> layers_;
   std::map<std::string, Tensor> biases_;

@@ -163,8 +163,8 @@ std::vector<Tensor> backward(const LoraParts& grad_outputs, const LoraParts& out
   const gemm::Products products(backend, x);
   const auto other = products.other, wide = compute_type(x);
   const int64_t columns = x.size(-1), tokens = low.size(0);
-  const auto wanted = LoraMask::from(mask, layers.size());
-  const bool by_input = wanted.x || (gate.has_value() && wanted.gate);
+  const auto needed = LoraMask::from(mask, layers.size());
+  const bool by_input = needed.x || (gate.has_value() && needed.gate);
   LoraGradients result(layers.size());
   std::vector<quantization::GradAndWeight> terms;
   const Tensor A = all_down(layers, other);
@@ -173,7 +173,7 @@ std::vector<Tensor> backward(const LoraParts& grad_outputs, const LoraParts& out
   int64_t first = 0;
   for (size_t i = 0; i < layers.size(); ++i) {
     const auto& layer = layers[i];
-    const LoraMask::Layer& wants = wanted.layers[i];
+    const LoraMask::Layer& wants = needed.layers[i];
     LoraGradients::Layer& gradients = result.layers[i];
     const int64_t rank = layer.rank().expect_int(), begin = first;
     first += rank;
@@ -243,7 +243,7 @@ std::vector<Tensor> backward(const LoraParts& grad_outputs, const LoraParts& out
   for (size_t i = 0; i < layers.size(); ++i) {
     if (!layers[i].lora_A.has_value()) continue;
     const int64_t rank = layers[i].lora_A->size(0);
-    if (wanted.layers[i].lora_A)
+    if (needed.layers[i].lora_A)
       result.layers[i].lora_A =
           grad_A.narrow(0, first, rank).to(layers[i].lora_A->scalar_type(), false, true);
     first += rank;
@@ -270,9 +270,10 @@ std::vector<Tensor> backward_meta(const LoraParts&, const LoraParts&, const Tens
                                   double, at::ArrayRef<double> scaling, const Names& quant_type,
                                   at::IntArrayRef block_size, c10::List<bool> mask) {
   std::vector<Tensor> result;
-  const auto add = [&](const OptionalTensor& like, bool given) {
-    const bool wanted = mask.get(result.size());
-    result.push_back(wanted || given ? at::empty_symint(like->sym_sizes(), like->options()) : none(x));
+  const auto add = [&](const OptionalTensor& like, bool is_result) {
+    const bool is_requested = mask.get(result.size());
+    result.push_back(is_requested || is_result ? at::empty_symint(like->sym_sizes(), like->options())
+                                               : none(x));
   };
   const bool both = gate.has_value() && (mask.get(0) || mask.get(1));
   add(x, both);

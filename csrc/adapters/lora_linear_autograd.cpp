@@ -41,16 +41,16 @@ LoraParts optionals(at::TensorList tensors) {
 // of ranks) and the frozen weights. Saves a layer's output only if its gain needs a gradient.
 class LoraLinear : public torch::autograd::Function<LoraLinear> {
  public:
-  // given: all defined tensors of the layers, because a tensor list of autograd must not contain undefined
-  // tensors. places: for each entry of the operator's flat tensor list, its index in `given`, or -1 if
+  // tensors: all defined tensors of the layers, because a tensor list of autograd must not contain undefined
+  // tensors. places: for each entry of the operator's flat tensor list, its index in `tensors`, or -1 if
   // undefined.
   static variable_list forward(AutogradContext* ctx, const Tensor& x, const OptionalTensor& gate,
-                               at::TensorList given, std::vector<int64_t> places, const OptionalTensor& seed,
-                               double dropout, std::vector<double> scaling, Names quant_type,
-                               std::vector<int64_t> block_size) {
+                               at::TensorList tensors, std::vector<int64_t> places,
+                               const OptionalTensor& seed, double dropout, std::vector<double> scaling,
+                               Names quant_type, std::vector<int64_t> block_size) {
     at::AutoDispatchBelowADInplaceOrView below;
     variable_list parts;
-    for (const int64_t place : places) parts.push_back(place < 0 ? Tensor() : given[place]);
+    for (const int64_t place : places) parts.push_back(place < 0 ? Tensor() : tensors[place]);
     static auto op = find<Forward>("shoestring::_lora_linear_group_forward");
     auto [outputs, low] = op.call(x, optionals(parts), gate, seed, dropout, scaling, quant_type, block_size);
     const auto wants = [](const Tensor& t) { return t.defined() && t.requires_grad(); };
@@ -59,12 +59,12 @@ class LoraLinear : public torch::autograd::Function<LoraLinear> {
       SavedLayer layer;
       std::copy_n(parts.begin() + i * kLoraParts, kLoraParts, layer.parts.begin());
       std::copy_n(places.begin() + i * kLoraParts, kLoraParts, layer.places.begin());
-      layer.wanted = {wants(layer.parts[kLoraA]), wants(layer.parts[kLoraB]), wants(layer.parts[kGain])};
-      if (layer.wanted.gain) layer.output = outputs[i];
-      layer.bias_wanted = wants(layer.parts[kBias]);
-      if (layer.bias_wanted) layer.bias_type = layer.parts[kBias].scalar_type();
+      layer.needed = {wants(layer.parts[kLoraA]), wants(layer.parts[kLoraB]), wants(layer.parts[kGain])};
+      if (layer.needed.gain) layer.output = outputs[i];
+      layer.bias_needed = wants(layer.parts[kBias]);
+      if (layer.bias_needed) layer.bias_type = layer.parts[kBias].scalar_type();
       // Backward reads the bias only for the gradient of the gain.
-      if (!layer.wanted.gain) layer.parts[kBias] = Tensor();
+      if (!layer.needed.gain) layer.parts[kBias] = Tensor();
       layer.scaling = scaling[i];
       layer.quant_type = quant_type.get(i);
       layer.block_size = block_size[i];
@@ -90,27 +90,27 @@ class LoraLinear : public torch::autograd::Function<LoraLinear> {
     };
     {
       at::AutoDispatchBelowADInplaceOrView below;
-      const LoraMask wanted = saved.wanted();
+      const LoraMask needed = saved.mask();
       c10::List<bool> mask;
       bool any = false;
-      LoraMask::each(wanted, [&](bool each) {
+      LoraMask::each(needed, [&](bool each) {
         mask.push_back(each);
         any = any || each;
       });
       if (any) {
-        const auto made = LoraGradients::from(saved.gradients(grads, mask), count);
-        if (wanted.x) gradients[0] = made.x;
-        if (wanted.gate) gradients[1] = made.gate;
+        const auto results = LoraGradients::from(saved.gradients(grads, mask), count);
+        if (needed.x) gradients[0] = results.x;
+        if (needed.gate) gradients[1] = results.gate;
         for (size_t i = 0; i < count; ++i) {
           const SavedLayer& layer = saved.layers[i];
-          if (layer.wanted.lora_A) by_part(layer, kLoraA) = made.layers[i].lora_A;
-          if (layer.wanted.lora_B) by_part(layer, kLoraB) = made.layers[i].lora_B;
-          if (layer.wanted.gain) by_part(layer, kGain) = made.layers[i].gain;
+          if (layer.needed.lora_A) by_part(layer, kLoraA) = results.layers[i].lora_A;
+          if (layer.needed.lora_B) by_part(layer, kLoraB) = results.layers[i].lora_B;
+          if (layer.needed.gain) by_part(layer, kGain) = results.layers[i].gain;
         }
       }
       for (size_t i = 0; i < count; ++i) {
         const SavedLayer& layer = saved.layers[i];
-        if (layer.bias_wanted && grads[i].defined())
+        if (layer.bias_needed && grads[i].defined())
           by_part(layer, kBias) = sum_to_bias(grads[i], layer.bias_type);
       }
     }
@@ -121,9 +121,9 @@ class LoraLinear : public torch::autograd::Function<LoraLinear> {
   struct SavedLayer {
     std::array<Tensor, kLoraParts> parts;
     Tensor output;                             // saved only if the gain needs a gradient
-    std::array<int64_t, kLoraParts> places{};  // as in forward()
-    LoraMask::Layer wanted;
-    bool bias_wanted = false;
+    std::array<int64_t, kLoraParts> places{};  // see forward()
+    LoraMask::Layer needed;
+    bool bias_needed = false;
     at::ScalarType bias_type = at::kFloat;
     double scaling = 1;
     std::string quant_type;
@@ -131,8 +131,8 @@ class LoraLinear : public torch::autograd::Function<LoraLinear> {
 
     template <class Self, class Visitor>
     static void fields(Self& self, Visitor& visit) {
-      visit.each(self.parts, self.output, self.places, self.wanted.lora_A, self.wanted.lora_B,
-                 self.wanted.gain, self.bias_wanted, self.bias_type, self.scaling, self.quant_type,
+      visit.each(self.parts, self.output, self.places, self.needed.lora_A, self.needed.lora_B,
+                 self.needed.gain, self.bias_needed, self.bias_type, self.scaling, self.quant_type,
                  self.block_size);
     }
   };
@@ -155,11 +155,11 @@ class LoraLinear : public torch::autograd::Function<LoraLinear> {
       for (auto& layer : self.layers) SavedLayer::fields(layer, visit);
     }
 
-    LoraMask wanted() const {
+    LoraMask mask() const {
       LoraMask mask(layers.size());
       mask.x = wants_x;
       mask.gate = wants_gate;
-      for (size_t i = 0; i < layers.size(); ++i) mask.layers[i] = layers[i].wanted;
+      for (size_t i = 0; i < layers.size(); ++i) mask.layers[i] = layers[i].needed;
       return mask;
     }
 
@@ -187,13 +187,13 @@ std::vector<Tensor> autograd(const Tensor& x, const LoraParts& parts, const Opti
                              const OptionalTensor& seed, double dropout, at::ArrayRef<double> scaling,
                              const Names& quant_type, at::IntArrayRef block_size) {
   bool recorded = needs_grad(x) || (gate.has_value() && needs_grad(*gate));
-  variable_list given;
+  variable_list tensors;
   std::vector<int64_t> places(parts.size(), -1);
   for (size_t i = 0; i < parts.size(); ++i) {
     const OptionalTensor part = parts.get(i);
     if (!part.has_value()) continue;
-    places[i] = static_cast<int64_t>(given.size());
-    given.push_back(*part);
+    places[i] = static_cast<int64_t>(tensors.size());
+    tensors.push_back(*part);
     TORCH_CHECK(!(needs_grad(*part) && i % kLoraParts == kWeight),
                 "lora_linear: weight: expected a frozen weight, received one that requires a gradient; call "
                 "weight.requires_grad_(False)");
@@ -204,7 +204,7 @@ std::vector<Tensor> autograd(const Tensor& x, const LoraParts& parts, const Opti
     static auto op = find<Op>("shoestring::lora_linear_group");
     return op.call(x, parts, gate, seed, dropout, scaling, quant_type, block_size);
   }
-  return LoraLinear::apply(x, gate, at::TensorList(given), places, seed, dropout, scaling.vec(), quant_type,
+  return LoraLinear::apply(x, gate, at::TensorList(tensors), places, seed, dropout, scaling.vec(), quant_type,
                            block_size.vec());
 }
 

@@ -195,11 +195,11 @@ Tensor run_lora_weight_norm(const Tensor& weight, const OptionalTensor& absmax, 
     for (int64_t i = 0; i < panel.size(0); i += step) {
       const int64_t size = std::min(step, panel.size(0) - i);
       const Tensor part = panel.narrow(0, i, size).to(type);
-      Tensor own = squares.narrow(0, begin + i, size);
+      Tensor row_norms = squares.narrow(0, begin + i, size);
       if (on_cpu) {
-        row_squares(part, own);
+        row_squares(part, row_norms);
       } else {
-        at::linalg_vector_norm_out(own, part, 2, 1).square_();
+        at::linalg_vector_norm_out(row_norms, part, 2, 1).square_();
       }
       gemm::gemm(mixed.narrow(0, begin + i, size), part, A.t(), /*beta=*/1);
     }

@@ -50,6 +50,7 @@ std::array<double, 2> merge_error(const at::Tensor& before, const at::Tensor& ex
 /// default arguments.
 LoraInput input_with(double dropout, const at::Tensor& x);
 
+/// Returns the tensor as an optional one, which is empty if the tensor is undefined.
 inline std::optional<at::Tensor> optional(const at::Tensor& t) {
   return t.defined() ? std::optional<at::Tensor>(t) : std::nullopt;
 }

@@ -58,9 +58,9 @@ std::array<double, 2> LowRankLayer::merge(const MergeOptions& options) {
               ": merge: expected a layer with an adapter, received one without");
   const torch::NoGradGuard no_grad;
   const Tensor dense = matrix(weight.detach()).to(adapter_type());
-  const auto part = [&](const AdapterImpl& own) {
-    const auto [lora_A, lora_B] = factors(own);
-    return Part{lora_A, lora_B, own.lora()->scaling(), Tensor()};
+  const auto part = [&](const AdapterImpl& from) {
+    const auto [lora_A, lora_B] = factors(from);
+    return Part{lora_A, lora_B, from.lora()->scaling(), Tensor()};
   };
   Tensor sum = dense.clone(), summed_bias;
   if (bias.defined()) summed_bias = bias.detach().to(adapter_type());

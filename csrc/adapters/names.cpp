@@ -41,10 +41,10 @@ std::vector<std::string> shortest_names(const torch::nn::Module& module,
 void check_matched(const std::string& argument, const std::vector<std::string>& names,
                    const std::vector<std::string>& known, const Match& match, const char* expected) {
   std::vector<std::string> missing;
-  for (const auto& wanted : names) {
+  for (const auto& pattern : names) {
     const bool is_known =
-        std::any_of(known.begin(), known.end(), [&](const auto& name) { return match(name, wanted); });
-    if (!is_known) missing.push_back("'" + wanted + "'");
+        std::any_of(known.begin(), known.end(), [&](const auto& name) { return match(name, pattern); });
+    if (!is_known) missing.push_back("'" + pattern + "'");
   }
   if (missing.empty()) return;
   std::set<std::string> last;
@@ -106,20 +106,20 @@ void check_adapter(const std::string& caller, const nn::AnyAdapterOptions& optio
 }
 
 void check_bias(const std::string& caller, const nn::AnyAdapterOptions& options, const std::string& bias) {
-  const char* const own[] = {"lora_only", "", "vera_only"};
-  const std::string only = own[options.index()];
+  const char* const own_biases[] = {"lora_only", "", "vera_only"};
+  const std::string only = own_biases[options.index()];
   TORCH_CHECK_VALUE(bias == "none" || (!only.empty() && (bias == "all" || bias == only)), caller,
                     ": bias: expected 'none'", only.empty() ? "" : ", 'all' or '" + only + "'",
                     ", received '", bias, "'");
 }
 
 void check_name(const std::string& caller, const std::string& adapter_name) {
-  const bool taken = adapter_name == "base" || adapter_name == "weight" || adapter_name == "bias";
+  const bool is_reserved = adapter_name == "base" || adapter_name == "weight" || adapter_name == "bias";
   // The name is also that of a folder, in save_adapter.
   const bool folder = adapter_name.size() <= kLongestAdapterName && files::is_visible(adapter_name) &&
                       adapter_name.find_first_of("./\\") == std::string::npos;
   TORCH_CHECK_VALUE(
-      !adapter_name.empty() && folder && !taken, caller,
+      !adapter_name.empty() && folder && !is_reserved, caller,
       ": adapter_name: expected a name without dots, slashes and control characters, of at most ",
       kLongestAdapterName, " bytes, that is not base, weight or bias, received ",
       files::quote(adapter_name.substr(0, kLongestAdapterName)));

@@ -22,13 +22,13 @@ std::vector<std::string> shortest_names(const torch::nn::Module& module,
 std::vector<std::pair<std::string, torch::nn::Module*>> modules(const torch::nn::Module& module);
 
 /// Returns whether a module's name, the first argument, matches one given name or pattern.
-using Match = std::function<bool(const std::string& name, const std::string& wanted)>;
+using Match = std::function<bool(const std::string& name, const std::string& pattern)>;
 
 /// Raises ValueError if a name in `names` matches no name in `known`. `argument` begins the error message: it
 /// names the calling function and that function's argument. `expected` describes the given names.
 void check_matched(
     const std::string& argument, const std::vector<std::string>& names, const std::vector<std::string>& known,
-    const Match& match = [](const auto& name, const auto& wanted) { return matches(name, {wanted}); },
+    const Match& match = [](const auto& name, const auto& pattern) { return matches(name, {pattern}); },
     const char* expected = "names of modules");
 
 /// Returns the submodules of class Layer or of a derived class, with their names.

@@ -67,26 +67,26 @@ bool is_name(const std::string& text) { return text.size() <= kLongestName && fi
 // Computes the options of one layer by PEFT's rules. A layer's alpha comes from the first pattern in
 // alpha_pattern that matches the layer's whole name or its ending after a dot. If feedforward_modules is a
 // string, it is a regular expression for the whole name.
-nn::AnyAdapterOptions FileConfig::own(const std::string& name, int64_t rank) const {
+nn::AnyAdapterOptions FileConfig::layer_options(const std::string& name, int64_t rank) const {
   if (const auto* ia3 = std::get_if<nn::IA3Options>(&options)) {
     nn::IA3Options result = *ia3;
     if (!feedforward) return result.feedforward(matches(name, ia3->feedforward_modules()));
     const auto match =
-        first_match(place + ": feedforward_modules", {*feedforward}, name, PatternRule::kWhole);
+        first_match(where + ": feedforward_modules", {*feedforward}, name, PatternRule::kWhole);
     return result.feedforward(match.index == 0);
   }
   if (!std::holds_alternative<nn::LoraOptions>(options)) return options;
   nn::LoraOptions result = std::get<nn::LoraOptions>(options);
   result.rank(rank);
-  const auto match = first_match(place + ": alpha_pattern", patterns, name, PatternRule::kEnding);
+  const auto match = first_match(where + ": alpha_pattern", patterns, name, PatternRule::kEnding);
   return match.index < 0 ? result : result.alpha(alphas[static_cast<size_t>(match.index)]);
 }
 
 FileConfig read_config(const std::string& path) {
   const std::string op = "lora::load_adapter";
   FileConfig config;
-  config.place = op + ": " + path;
-  const AdapterConfig file(config.place, files::read_text(op, path, kMaxConfig), {"LORA", "IA3", "VERA"});
+  config.where = op + ": " + path;
+  const AdapterConfig file(config.where, files::read_text(op, path, kMaxConfig), {"LORA", "IA3", "VERA"});
   for (const char* option : kPythonOnly)
     file.expect(is_off(file[option]), option, "none, since C++ supports nothing else");
   const auto& values = file.options;
@@ -122,7 +122,7 @@ FileConfig read_config(const std::string& path) {
                          .lora_bias(values.value("lora_bias", false))
                          .init(values.at("init").get<std::string>());
   }
-  check_bias(config.place, config.options, config.bias);
+  check_bias(config.where, config.options, config.bias);
   return config;
 }
 

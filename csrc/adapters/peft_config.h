@@ -23,7 +23,7 @@ struct FileConfig {
   std::vector<std::string> modules_to_save;
   /// Names in modules_to_save that the module may lack. PEFT lists all heads that the file's task may have.
   std::vector<std::string> heads;
-  std::string place;                  // calling function and path of the file; begins error messages
+  std::string where;                  // calling function and path of the file; begins error messages
   std::vector<std::string> patterns;  // keys of the field alpha_pattern, in the order of the file
   std::vector<double> alphas;         // values of the field alpha_pattern, in the order of its keys
   // The field feedforward_modules if it is a string, i.e. a regular expression.
@@ -31,7 +31,7 @@ struct FileConfig {
   std::string digest;  // config_digest() of the file
 
   /// Returns the adapter options of the layer `name`. rank: the rank of the layer's LoRA tensors in the file.
-  nn::AnyAdapterOptions own(const std::string& name, int64_t rank) const;
+  nn::AnyAdapterOptions layer_options(const std::string& name, int64_t rank) const;
 };
 
 /// Returns whether `text` may be a module's name in a file and may be quoted in error messages. It must have

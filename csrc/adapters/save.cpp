@@ -45,8 +45,8 @@ void save_one(const torch::nn::Module& module, const std::string& directory,
   for (const auto& [name, layer] : adapted_layers(module)) {
     if (!layer->has_adapter(adapter_name)) continue;
     const nn::AdapterImpl& adapter = *layer->adapters[adapter_name];
-    const auto [own, options] = described(adapter);
-    for (const auto& item : own) add(kPrefix + name + "." + file_suffix(item.key()), item.value());
+    const auto [tensors, options] = described(adapter);
+    for (const auto& item : tensors) add(kPrefix + name + "." + file_suffix(item.key()), item.value());
     const auto* vera = std::get_if<nn::VeraOptions>(&options);
     for (const char* matrix : {"vera_A", "vera_B"}) {
       if (vera != nullptr && vera->save_projection() && layers.empty())

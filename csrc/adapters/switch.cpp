@@ -12,7 +12,7 @@ namespace shoestring::lora {
 
 std::vector<std::string> adapter_names(const torch::nn::Module& module) {
   std::vector<std::string> names;
-  for (const auto& [place, layer] : adapted_layers(module)) {
+  for (const auto& [module_name, layer] : adapted_layers(module)) {
     for (const auto& item : layer->adapters) {
       if (std::find(names.begin(), names.end(), item.key()) == names.end()) names.push_back(item.key());
     }
@@ -39,38 +39,38 @@ std::vector<std::pair<std::string, at::Tensor>> base_biases(const torch::nn::Mod
 
 void set_adapter(torch::nn::Module& module, const std::vector<std::string>& names) {
   check_known("lora::set_adapter", module, names);
-  const auto used = [&](const std::string& name) {
+  const auto is_activated = [&](const std::string& name) {
     return std::find(names.begin(), names.end(), name) != names.end();
   };
-  for (const auto& [place, copy] : trained_copies(module)) {
-    const auto chosen = std::count_if(copy->adapters.begin(), copy->adapters.end(), used);
+  for (const auto& [module_name, copy] : trained_copies(module)) {
+    const auto chosen = std::count_if(copy->adapters.begin(), copy->adapters.end(), is_activated);
     TORCH_CHECK_VALUE(chosen <= 1 || copy->merged,
                       "lora::set_adapter: adapter_names: expected at most one adapter with a trained copy "
                       "(modules_to_save) of ",
-                      place, ", received ", listed(names));
+                      module_name, ", received ", listed(names));
   }
   std::string biases = "none";
-  for (const auto& [place, layer] : adapted_layers(module)) {
+  for (const auto& [module_name, layer] : adapted_layers(module)) {
     layer->active = names;
     for (auto& item : layer->adapters) {
-      for (auto& tensor : item.value()->tensors) tensor.value().requires_grad_(used(item.key()));
-      if (used(item.key()) && item.value()->bias != "none") biases = item.value()->bias;
+      for (auto& tensor : item.value()->tensors) tensor.value().requires_grad_(is_activated(item.key()));
+      if (is_activated(item.key()) && item.value()->bias != "none") biases = item.value()->bias;
     }
   }
   for (auto& [name, bias] : base_biases(module, "all")) bias.requires_grad_(false);
   for (auto& [name, bias] : base_biases(module, biases)) bias.requires_grad_(true);
-  for (const auto& [place, copy] : trained_copies(module)) {
+  for (const auto& [module_name, copy] : trained_copies(module)) {
     if (!copy->merged) copy->use(names, copy->enabled);
   }
 }
 
 void delete_adapter(torch::nn::Module& module, const std::string& adapter_name) {
   check_known("lora::delete_adapter", module, {adapter_name});
-  for (const auto& [place, layer] : adapted_layers(module)) {
+  for (const auto& [module_name, layer] : adapted_layers(module)) {
     std::erase(layer->active, adapter_name);
     if (layer->has_adapter(adapter_name)) layer->delete_adapter(adapter_name);
   }
-  for (const auto& [place, copy] : trained_copies(module)) {
+  for (const auto& [module_name, copy] : trained_copies(module)) {
     if (copy->merged) continue;
     if (copy->has(adapter_name)) copy->remove(adapter_name);
     if (copy->adapters.empty()) copy->detach();
@@ -78,11 +78,11 @@ void delete_adapter(torch::nn::Module& module, const std::string& adapter_name) 
 }
 
 DisableAdapterGuard::DisableAdapterGuard(torch::nn::Module& module) {
-  for (const auto& [place, layer] : adapted_layers(module)) {
+  for (const auto& [module_name, layer] : adapted_layers(module)) {
     const bool former = std::exchange(layer->enabled, false);
     restore_.push_back([layer, former] { layer->enabled = former; });
   }
-  for (const auto& [place, copy] : trained_copies(module)) {
+  for (const auto& [module_name, copy] : trained_copies(module)) {
     if (copy->merged) continue;
     const bool former = copy->enabled;
     copy->use(copy->active, false);
@@ -104,20 +104,20 @@ AdaptersPerRowGuard::AdaptersPerRowGuard(torch::nn::Module& module,
   check_known("lora::AdaptersPerRowGuard", module, chosen);
   const char* expected =
       "lora::AdaptersPerRowGuard: adapter_names: expected adapters that only add to layers, received '";
-  for (const auto& [place, layer] : adapted_layers(module)) {
+  for (const auto& [module_name, layer] : adapted_layers(module)) {
     for (const auto& name : chosen) {
       const bool adds = !layer->has_adapter(name) ||
                         !std::holds_alternative<nn::IA3Options>(layer->adapters[name]->options);
-      TORCH_CHECK_VALUE(adds, expected, name, "', which is an IA3 adapter in ", place);
+      TORCH_CHECK_VALUE(adds, expected, name, "', which is an IA3 adapter in ", module_name);
     }
   }
-  for (const auto& [place, copy] : trained_copies(module)) {
+  for (const auto& [module_name, copy] : trained_copies(module)) {
     for (const auto& name : chosen) {
       TORCH_CHECK_VALUE(!copy->has(name), expected, name, "', which has a trained copy (modules_to_save) of ",
-                        place);
+                        module_name);
     }
   }
-  for (const auto& [place, layer] : adapted_layers(module)) {
+  for (const auto& [module_name, layer] : adapted_layers(module)) {
     nn::AdaptableLayer::Rows rows;
     std::vector<at::Tensor> columns;
     for (const auto& name : chosen) {

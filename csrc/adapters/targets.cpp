@@ -114,9 +114,9 @@ void check_patterns(const char* argument, const std::vector<std::pair<std::strin
 }
 
 // Raises if an entry of the adapter's own options matches none of the chosen layers.
-void check_own(const nn::AnyAdapterOptions& options, const NamedLayers& found) {
+void check_own(const nn::AnyAdapterOptions& options, const NamedLayers& layers) {
   std::vector<std::string> chosen;
-  for (const auto& [name, layer] : found) chosen.push_back(name);
+  for (const auto& [name, layer] : layers) chosen.push_back(name);
   if (const auto* ia3 = std::get_if<nn::IA3Options>(&options)) {
     check_matched("lora::apply: feedforward_modules", ia3->feedforward_modules(), chosen);
   }

@@ -27,10 +27,10 @@ bool is_ours(const std::string& name) { return name.starts_with(std::string(Trai
 }  // namespace
 
 TrainedCopyImpl::TrainedCopyImpl(torch::nn::Module& owner) : owner_(&owner) {
-  for (const auto& [name, tensor] : own()) hold("", name, at::empty({0}, tensor.options()));
+  for (const auto& [name, tensor] : owner_tensors()) hold("", name, at::empty({0}, tensor.options()));
 }
 
-std::map<std::string, Tensor> TrainedCopyImpl::own() const {
+std::map<std::string, Tensor> TrainedCopyImpl::owner_tensors() const {
   std::map<std::string, Tensor> tensors;
   for (const auto& item : owner_->named_parameters()) tensors.emplace(item.key(), item.value());
   for (const auto& item : owner_->named_buffers()) tensors.emplace(item.key(), item.value());
@@ -47,7 +47,7 @@ void TrainedCopyImpl::hold(const std::string& adapter_name, const std::string& t
 }
 
 std::map<std::string, Tensor> TrainedCopyImpl::values(const std::string& adapter_name) const {
-  auto tensors = own();
+  auto tensors = owner_tensors();
   if (adapter_name == in_use_) return tensors;
   for (auto& [name, tensor] : tensors) tensor = parameters_[key(adapter_name, name)];
   return tensors;
@@ -64,7 +64,7 @@ void TrainedCopyImpl::add(const std::string& adapter_name) {
 
 void TrainedCopyImpl::remove(const std::string& adapter_name) {
   if (in_use_ == adapter_name) put("");
-  for (const auto& [name, tensor] : own()) {
+  for (const auto& [name, tensor] : owner_tensors()) {
     parameters_.erase(key(adapter_name, name));
     versions_.erase(key(adapter_name, name));
   }
@@ -81,7 +81,7 @@ void TrainedCopyImpl::detach() {
 // Replaces the values in the module's tensors by those of an adapter's copy. The tensor objects stay the
 // same, because an optimizer may refer to them.
 void TrainedCopyImpl::put(const std::string& adapter_name) {
-  for (auto& [name, tensor] : own()) {
+  for (auto& [name, tensor] : owner_tensors()) {
     Tensor &former = parameters_[key(in_use_, name)], &next = parameters_[key(adapter_name, name)];
     auto* changed = tensor.unsafeGetTensorImpl();
     versions_[key(in_use_, name)] = changed->version_counter();
@@ -97,11 +97,11 @@ void TrainedCopyImpl::use(const std::vector<std::string>& names, bool enable) {
   active = names;
   enabled = enable;
   const auto chosen = std::find_if(names.begin(), names.end(), [&](const auto& name) { return has(name); });
-  const std::string wanted = enable && chosen != names.end() ? *chosen : "";
-  if (wanted != in_use_) put(wanted);
+  const std::string used_copy = enable && chosen != names.end() ? *chosen : "";
+  if (used_copy != in_use_) put(used_copy);
   for (auto& item : owner_->named_parameters()) {
     if (!is_ours(item.key()) && item.value().is_floating_point())
-      item.value().requires_grad_(!wanted.empty());
+      item.value().requires_grad_(!used_copy.empty());
   }
 }
 
@@ -149,9 +149,9 @@ bool shares_parameter(const torch::nn::Module& module, const std::string& name) 
 }
 
 std::vector<std::string> saved_modules(const std::string& caller, const torch::nn::Module& module,
-                                       const std::vector<std::string>& wanted) {
+                                       const std::vector<std::string>& targets) {
   std::vector<std::string> result;
-  for (const auto& target : wanted) {
+  for (const auto& target : targets) {
     bool any = false;
     for (const auto& [name, each] : modules(module)) {
       if (name.empty() || !matches(name, {target})) continue;
@@ -190,8 +190,8 @@ TrainedCopyImpl& add_copy(torch::nn::Module& module, const std::string& name,
     if (!copy->has(adapter_name)) copy->add(adapter_name);
     return *copy;
   }
-  for (const auto& [found, owner] : modules(module)) {
-    if (found != name) continue;
+  for (const auto& [owner_name, owner] : modules(module)) {
+    if (owner_name != name) continue;
     const auto copy =
         owner->register_module(TrainedCopyImpl::kName, std::make_shared<TrainedCopyImpl>(*owner));
     copy->add(adapter_name);

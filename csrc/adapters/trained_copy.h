@@ -36,7 +36,7 @@ class TrainedCopyImpl : public torch::nn::Module {
   /// Returns the tensors of an adapter's copy, by the names that they have in the owning module.
   std::map<std::string, at::Tensor> values(const std::string& adapter_name) const;
   /// Returns the parameters and buffers of the owning module, by name.
-  std::map<std::string, at::Tensor> own() const;
+  std::map<std::string, at::Tensor> owner_tensors() const;
 
   std::vector<std::string> adapters, active;
   bool enabled = true;

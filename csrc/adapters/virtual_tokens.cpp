@@ -131,8 +131,9 @@ std::vector<PrefixTokensImpl::Layer> PrefixTokensImpl::forward(int64_t batch, at
                            .view({options.tokens(), options.layers(), 2, options.heads(), options.head_dim()})
                            .permute({1, 2, 3, 0, 4});
   std::vector<Layer> layers;
-  for (const Tensor& own : parts.unbind(0))
-    layers.push_back({own[0].expand({batch, -1, -1, -1}), own[1].expand({batch, -1, -1, -1})});
+  for (const Tensor& keys_and_values : parts.unbind(0))
+    layers.push_back(
+        {keys_and_values[0].expand({batch, -1, -1, -1}), keys_and_values[1].expand({batch, -1, -1, -1})});
   return layers;
 }
 

@@ -46,14 +46,14 @@ bool norms(const float* squares, const float* products, int64_t parts, int64_t s
   for (int64_t i = 0; i < count; ++i, products += stride, b += rank) {
     F32 total{};
     for (int64_t j = 0; j < rank; j += kLanes) {
-      const int64_t left = rank - j;
+      const int64_t ranks_left = rank - j;
       // The parts of A w are added from the smallest to the largest.
       F32 mixed{};
       for (int64_t part = parts - 1; part >= 0; --part)
-        mixed += load_some<Float>(products + part * rank + j, left);
+        mixed += load_some<Float>(products + part * rank + j, ranks_left);
       for (int64_t k = 0; k < rank; ++k)
-        mixed = fma(splat(b[k]), load_some<Float>(gram + k * rank + j, left), mixed);
-      total = fma(mixed, load_some<Float>(b + j, left), total);
+        mixed = fma(splat(b[k]), load_some<Float>(gram + k * rank + j, ranks_left), mixed);
+      total = fma(mixed, load_some<Float>(b + j, ranks_left), total);
     }
     const float square = squares[i] + 2 * s * horizontal_sum(total);
     finite = finite && square - square == 0;

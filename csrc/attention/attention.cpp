@@ -46,8 +46,9 @@ Call::Call(const Arguments& arguments)
       deterministic(
           arguments.options.deterministic().value_or(at::globalContext().deterministicAlgorithms())) {
   check();
-  const auto given = arguments.options.scale();
-  scale = given ? *given : 1 / std::sqrt(static_cast<double>(q.sym_size(-1).guard_int(__FILE__, __LINE__)));
+  const auto user_scale = arguments.options.scale();
+  scale = user_scale ? *user_scale
+                     : 1 / std::sqrt(static_cast<double>(q.sym_size(-1).guard_int(__FILE__, __LINE__)));
   if (cu_seqlens_q && !cu_seqlens_k) cu_seqlens_k = cu_seqlens_q;
 }
 

@@ -141,8 +141,8 @@ struct BackwardArguments : Upstream {
 /// Reads Arguments or BackwardArguments from the stack.
 template <class T>
 T read_arguments(const torch::jit::Stack& stack) {
-  static const size_t place = count_of<T>() - index_of<T>("window_size");
-  const int64_t numbers = stack[stack.size() - place].toIntList().size();
+  static const size_t from_end = count_of<T>() - index_of<T>("window_size");
+  const int64_t numbers = stack[stack.size() - from_end].toIntList().size();
   TORCH_CHECK(numbers == 2, kOp,
               ": window_size: expected two numbers, of tokens to the left and to the right, received ",
               numbers);
@@ -173,6 +173,7 @@ Gradients backward_cuda(const Call& call, const Upstream& upstream);
 Result forward_double(const Call& call, bool with_rest);
 Gradients backward_double(const Call& call, const Upstream& upstream);
 
+/// Wraps a function that takes the arguments of its operator from the stack.
 template <auto kFunction>
 auto boxed() {
   return torch::CppFunction::makeFromBoxedFunction<kFunction>();

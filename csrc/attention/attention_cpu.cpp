@@ -103,10 +103,10 @@ void fill_bias(const Kernels& kernels, const kernels::AttentionProblem& p, const
   const int64_t offset = s.batch * p.bias_batch + head * p.bias_head +
                          (s.begin_q + queries.begin) * p.bias_query + keys.begin * p.bias_key;
   if (p.bias_type == kernels::BiasType::kBool) {
-    const auto* seen = static_cast<const bool*>(p.bias) + offset;
+    const auto* attends = static_cast<const bool*>(p.bias) + offset;
     for (int64_t j = 0; j < count; ++j) {
       for (int64_t i = 0; i < columns; ++i) {
-        const bool is = i >= some || seen[i * p.bias_query + j * p.bias_key];
+        const bool is = i >= some || attends[i * p.bias_query + j * p.bias_key];
         added[j * columns + i] = is ? 0 : -std::numeric_limits<float>::infinity();
       }
     }
@@ -235,10 +235,10 @@ class Forward {
 
   // Adds the keys and values of a block to the softmax sums and the output of one panel of queries.
   void add(const Sequence& s, const Panel& panel, int64_t i, Range block) {
-    const Range seen = overlap(panel.keys, block);
-    if (seen.empty()) return;
-    const int64_t skipped = (seen.begin - block.begin) / kernels_.grain * kernels_.grain;
-    const Range keys{block.begin + skipped, seen.end};
+    const Range visible = overlap(panel.keys, block);
+    if (visible.empty()) return;
+    const int64_t skipped = (visible.begin - block.begin) / kernels_.grain * kernels_.grain;
+    const Range keys{block.begin + skipped, visible.end};
     const int64_t count = keys.end - keys.begin;
     kernels_.multiply(keys_ + skipped / wide_ * key_panel_, key_panel_, wide_, count,
                       queries_ + i * query_panel_, p_.head_dim, scores_, false);

@@ -202,8 +202,9 @@ class Backward {
   }
 
   // Computes the scores of one panel of queries and some panels of the block's keys, and adds what they
-  // contribute to the gradients. place: offset of the panel's first query in its block of queries.
-  void add_panel(const Sequence& s, int64_t head, Range queries, Range block, Range panels, int64_t place) {
+  // contribute to the gradients. first_query: offset of the panel's first query in its block of queries.
+  void add_panel(const Sequence& s, int64_t head, Range queries, Range block, Range panels,
+                 int64_t first_query) {
     const int64_t some = queries.end - queries.begin, token = s.begin_q + queries.begin;
     const int64_t first = panels.begin * columns_;
     const Range keys{block.begin + first, std::min(block.begin + panels.end * columns_, block.end)};
@@ -248,7 +249,8 @@ class Backward {
     const float scale = adjusts ? 1 : p_.scale;
     const float* lse = has_rest ? lse_rest_ : lse_;  // the part that adjust has not subtracted
     const auto tiles_at = [&](const Buffer& to) {
-      return kernels::AttentionRows{to + panels.begin * query_panel_ + place / steps_ * wide_, tile_stride_};
+      return kernels::AttentionRows{to + panels.begin * query_panel_ + first_query / steps_ * wide_,
+                                    tile_stride_};
     };
     if (kernels_.tiles && !out_.bias.defined() && !capped) {
       kernels_.table.differentiate_tiles(scores, by_p, count, mask, scale, lse, delta_,
@@ -278,7 +280,7 @@ class Backward {
     if (kernels_.tiles) return;
     for (int64_t j = panels.begin; j < panels.end; ++j) {
       const int64_t from = (j * columns_ - first) * columns_,
-                    to = j * query_panel_ + place / steps_ * columns_;
+                    to = j * query_panel_ + first_query / steps_ * columns_;
       const int64_t lines = std::min(columns_, block.end - block.begin - j * columns_);
       if (out_.v)
         kernels_.product.pack_float(scores + from, lines, columns_, columns_, 1, columns_,
@@ -367,12 +369,12 @@ Plan plan_of(const Kernels& kernels, const kernels::AttentionProblem& p,
   }
   for (int64_t i = 0; i < count; ++i) {
     const Sequence& s = sequences[i];
-    const int64_t mine = parts_of_sequence(s, parts);
+    const int64_t sequence_parts = parts_of_sequence(s, parts);
     for (int64_t h = 0; h < p.kv_heads; ++h) {
       auto& round = plan.rounds[(by_sequence ? i : 0) * (by_head ? p.kv_heads : 1) + (by_head ? h : 0)];
-      for (int64_t part = 0; part < mine; ++part) {
-        const bool apart = grad_q != nullptr && mine > 1;
-        round.push_back({&s, h, part, mine, apart ? grad_q : nullptr});
+      for (int64_t part = 0; part < sequence_parts; ++part) {
+        const bool apart = grad_q != nullptr && sequence_parts > 1;
+        round.push_back({&s, h, part, sequence_parts, apart ? grad_q : nullptr});
         if (apart) grad_q += Backward::grad_q_size(kernels, p, s);
       }
     }

@@ -81,34 +81,34 @@ Gradients backward_cuda(const Call& call, const Upstream& upstream) {
                                       grad_lse.defined() ? grad_lse.const_data_ptr<float>() : nullptr,
                                       delta.mutable_data_ptr<float>(), stream));
   }
-  Gradients wanted, written;
+  Gradients gradients, written;
   kernels::AttentionGradients g{};
   g.grad_out = grad_out.const_data_ptr(), g.grad_out_at = strides_of(grad_out),
   g.delta = delta.const_data_ptr<float>();
   const auto prepare = [&](Input which, const Tensor& input, void*& pointer, kernels::HeadStrides& at) {
     if (!upstream.mask[which]) return;
-    wanted[which] = at::empty_like(input);
+    gradients[which] = at::empty_like(input);
     written[which] =
-        wanted[which].stride(-1) == 1 ? wanted[which] : at::empty(input.sizes(), input.options());
+        gradients[which].stride(-1) == 1 ? gradients[which] : at::empty(input.sizes(), input.options());
     pointer = written[which].mutable_data_ptr(), at = strides_of(written[which]);
   };
   prepare(kQ, call.q, g.q, g.q_at), prepare(kK, call.k, g.k, g.k_at), prepare(kV, call.v, g.v, g.v_at);
   kernels::BiasShape shape{1, 1, 1, 1};
   if (upstream.mask[kBias] && has_shared_bias(call)) {
-    wanted[kBias] = shared_bias_gradient(call, upstream, delta);
+    gradients[kBias] = shared_bias_gradient(call, upstream, delta);
   } else if (upstream.mask[kBias]) {
     const Tensor& bias = *call.bias;
-    wanted[kBias] = at::empty_like(bias);
+    gradients[kBias] = at::empty_like(bias);
     written[kBias] = at::zeros(bias.sizes(), bias.options().dtype(at::kFloat));
     shape = {call.packed() ? 1 : bias.size(0), bias.size(-3), bias.size(-2), bias.size(-1)};
     if (bias.numel() > 0) g.bias = written[kBias].mutable_data_ptr<float>();
   }
   check_launch(kOp, functions.backward(problem, tensors, g, shape, stream));
-  if (upstream.mask[kSinks]) wanted[kSinks] = sinks_gradient(call, upstream, delta);
+  if (upstream.mask[kSinks]) gradients[kSinks] = sinks_gradient(call, upstream, delta);
   for (int i = 0; i < kInputs; ++i) {
-    if (written[i].defined() && !written[i].is_same(wanted[i])) wanted[i].copy_(written[i]);
+    if (written[i].defined() && !written[i].is_same(gradients[i])) gradients[i].copy_(written[i]);
   }
-  return wanted;
+  return gradients;
 }
 
 }  // namespace shoestring::attend

@@ -115,7 +115,7 @@ Scores scores_of(const Call& call, const Part& part, int64_t begin, int64_t end)
 }
 
 // Returns dropout's factor for each probability: 0 or 1 / (1 - p). Undefined without dropout.
-Tensor kept(const Call& call, const Part& part, const Tensor& like, int64_t begin) {
+Tensor dropout_factors(const Call& call, const Part& part, const Tensor& like, int64_t begin) {
   if (call.dropout_p == 0) return {};
   const auto rule = layers::dropout_rule(call.dropout_p);
   const double scale = 65536.0 / (65536.0 - rule.threshold);
@@ -176,7 +176,7 @@ Result forward_double(const Call& call, bool with_rest) {
       Tensor lse = at::logsumexp(scores, {-1});
       if (call.sinks) lse = at::logaddexp(lse, call.sinks->to(at::kDouble).unsqueeze(-1));
       auto [p, rest] = probabilities(call, scores, lse);
-      if (const Tensor mask = kept(call, part, p, begin); mask.defined()) p.mul_(mask);
+      if (const Tensor mask = dropout_factors(call, part, p, begin); mask.defined()) p.mul_(mask);
       out.slice(2, begin, end).copy_(at::matmul(p, part.v));
       lse_of(r.lse, call.packed(), part, begin, end).copy_(lse);
       if (with_rest) lse_of(r.lse_rest, call.packed(), part, begin, end).copy_(rest);
@@ -207,14 +207,14 @@ Gradients backward_double(const Call& call, const Upstream& upstream) {
     for_each_block(part, [&](int64_t begin, int64_t end) {
       const Scores s = scores_of(call, part, begin, end);
       const Tensor p = probabilities(call, s.scores, lse_of(upstream.lse, packed, part, begin, end)).p;
-      const Tensor grad = grad_out.slice(2, begin, end), mask = kept(call, part, p, begin);
+      const Tensor grad = grad_out.slice(2, begin, end), mask = dropout_factors(call, part, p, begin);
       Tensor by_p = at::matmul(grad, part.v.transpose(-1, -2));
       if (mask.defined()) by_p.mul_(mask);
       Tensor by_score = p * (by_p - lse_of(delta, packed, part, begin, end).unsqueeze(-1));
       if (g[kV].defined()) {
-        const Tensor used = mask.defined() ? p * mask : p;
+        const Tensor dropped = mask.defined() ? p * mask : p;
         tokens_of(g[kV], packed, part.begin_k, end_k)
-            .add_(of_key_heads(at::matmul(used.transpose(-1, -2), grad)));
+            .add_(of_key_heads(at::matmul(dropped.transpose(-1, -2), grad)));
       }
       if (g[kBias].defined()) {
         Tensor to = packed ? g[kBias].unsqueeze(0) : g[kBias];

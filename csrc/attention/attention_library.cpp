@@ -95,11 +95,11 @@ Gradients backward_library(Library library, const Call& c, const Upstream& u) {
     gradients = at::_scaled_dot_product_flash_attention_backward(
         grad_out, q, k, v, out, lse, none, none, queries, keys, 0.0, c.causal, unused, unused, c.scale);
   }
-  Gradients wanted;
-  if (u.mask[kQ]) wanted[kQ] = laid_out_as(std::get<0>(gradients), at::empty_like(c.q));
-  if (u.mask[kK]) wanted[kK] = laid_out_as(std::get<1>(gradients), at::empty_like(c.k));
-  if (u.mask[kV]) wanted[kV] = laid_out_as(std::get<2>(gradients), at::empty_like(c.v));
-  return wanted;
+  Gradients requested;
+  if (u.mask[kQ]) requested[kQ] = laid_out_as(std::get<0>(gradients), at::empty_like(c.q));
+  if (u.mask[kK]) requested[kK] = laid_out_as(std::get<1>(gradients), at::empty_like(c.k));
+  if (u.mask[kV]) requested[kV] = laid_out_as(std::get<2>(gradients), at::empty_like(c.v));
+  return requested;
 }
 
 }  // namespace shoestring::attend

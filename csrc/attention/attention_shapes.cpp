@@ -23,8 +23,8 @@ bool has_kernel_shapes(const Arguments& a) {
 // Returns the size of dimension `dim` of a tensor that is given leading dimensions of size 1 until it has
 // `dims` dimensions.
 c10::SymInt size_of(const Tensor& t, int64_t dim, int64_t dims) {
-  const int64_t own = dim - (dims - t.dim());
-  return own < 0 ? c10::SymInt(1) : t.sym_size(own);
+  const int64_t tensor_dim = dim - (dims - t.dim());
+  return tensor_dim < 0 ? c10::SymInt(1) : t.sym_size(tensor_dim);
 }
 
 // Returns the size that `a` and `b` broadcast to, or none.

@@ -280,13 +280,13 @@ void mask(uint64_t seed, uint32_t first_row, int64_t first_key, int64_t keys, ui
           float* out) {
   uint16_t bits[kernels::kRandomBlock];
   for (int i = 0; i < kColumns; ++i) {
-    int64_t known = -1;
+    int64_t block = -1;
     for (int64_t j = 0; j < keys; ++j) {
       const int64_t key = first_key + j;
-      if (key / kernels::kRandomBlock != known) {
-        known = key / kernels::kRandomBlock;
+      if (key / kernels::kRandomBlock != block) {
+        block = key / kernels::kRandomBlock;
         random_block(seed, first_row + static_cast<uint32_t>(i), kernels::kAttentionStream,
-                     static_cast<uint64_t>(known), bits);
+                     static_cast<uint64_t>(block), bits);
       }
       out[j * kColumns + i] = bits[key % kernels::kRandomBlock] < threshold ? 0.f : kept;
     }

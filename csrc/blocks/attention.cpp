@@ -8,7 +8,7 @@ namespace shoestring::nn {
 
 using at::Tensor;
 
-AttentionImpl::AttentionImpl(const AttentionOptions& given) : options(given) {
+AttentionImpl::AttentionImpl(const AttentionOptions& attention_options) : options(attention_options) {
   const int64_t heads = options.num_heads(), kv_heads = options.num_kv_heads().value_or(heads);
   TORCH_CHECK_VALUE(heads >= 1 && kv_heads >= 1 && heads % kv_heads == 0,
                     "nn::Attention: num_kv_heads: expected a divisor of num_heads, ", heads, ", received ",

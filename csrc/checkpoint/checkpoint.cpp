@@ -47,12 +47,12 @@ struct Number : Packed {
 struct Stop : std::exception {};
 
 struct Frame : std::enable_shared_from_this<Frame> {
-  Frame(const CheckpointOptions& options, const std::vector<Tensor>& given, detail::RunAgain again,
+  Frame(const CheckpointOptions& options, const std::vector<Tensor>& arguments, detail::RunAgain again,
         detail::BuffersOf buffers_of)
       : again(std::move(again)), buffers_of(std::move(buffers_of)), buffers(options.buffers()),
         early_stop(options.early_stop()) {
-    for (const Tensor& tensor : given) inputs.emplace_back(tensor, /*is_output=*/false);
-    if (options.preserve_rng_state()) rng = RngState(given);
+    for (const Tensor& tensor : arguments) inputs.emplace_back(tensor, /*is_output=*/false);
+    if (options.preserve_rng_state()) rng = RngState(arguments);
     if (!options.keep().empty()) tape = c10::make_intrusive<OperatorTape>(options.keep());
   }
 
@@ -140,8 +140,8 @@ Tensor Frame::value(Number& number) {
 }
 
 void Frame::run_again(int pass) {
-  std::vector<Tensor> given;
-  for (const auto& input : inputs) given.push_back(input.unpack());
+  std::vector<Tensor> arguments;
+  for (const auto& input : inputs) arguments.push_back(input.unpack());
   // When the current backward pass ends, free the recomputed tensors that the pass did not use.
   if (pass >= 0) {
     torch::autograd::Engine::get_default_engine().queue_callback([pass, weak = weak_from_this()] {
@@ -167,12 +167,12 @@ void Frame::run_again(int pass) {
     const RngGuard rng_after(rng);
     rng.restore();
     const HooksGuard guard("checkpoint", hooks);
-    KeptBuffersGuard kept(changing);
+    KeptBuffersGuard buffers_guard(changing);
     try {
-      again(given);
+      again(arguments);
     } catch (const Stop&) {
     }
-    kept.done();
+    buffers_guard.done();
   }
   TORCH_CHECK(exact ? hooks->seen == numbers.size() : hooks->seen >= numbers.size(),
               "checkpoint: the function saved ", numbers.size(), " tensors in forward and ", hooks->seen,

@@ -93,10 +93,10 @@ TORCH_LIBRARY_IMPL(shoestring, CompositeExplicitAutograd, m) {
             int64_t prefetch) -> std::tuple<Ints, int64_t, double> {
            const auto blocks = unpack("simulate_checkpoint_plan", forward_seconds, backward_seconds, choices,
                                       bytes, extra_seconds, link_bytes, forward_bytes, backward_bytes);
-           CheckpointPlan found = simulate_checkpoint_plan(
+           CheckpointPlan simulated = simulate_checkpoint_plan(
                blocks, plan, budget,
                options_of(out_bytes_per_second, in_bytes_per_second, copy_share, prefetch));
-           return {std::move(found.pending_bytes), found.peak_bytes, found.seconds};
+           return {std::move(simulated.pending_bytes), simulated.peak_bytes, simulated.seconds};
          });
 }
 

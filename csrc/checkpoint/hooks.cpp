@@ -55,8 +55,8 @@ struct Engine : torch::autograd::Engine {
 };
 
 torch::autograd::Engine& engine() {
-  static Engine ours;
-  return ours;
+  static Engine engine_with_hooks;
+  return engine_with_hooks;
 }
 
 bool installed() { return &torch::autograd::Engine::get_default_engine() == &engine(); }

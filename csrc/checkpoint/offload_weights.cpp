@@ -56,7 +56,7 @@ at::Tensor OffloadWeights::run(int64_t block, const at::Tensor& x,
 }
 
 void OffloadWeights::present(int64_t block, const std::function<void()>& function, bool changed) {
-  const auto here = store_->store->open(store_->index(block), changed);
+  const auto on_device = store_->store->open(store_->index(block), changed);
   function();
 }
 

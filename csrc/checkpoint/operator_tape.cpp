@@ -62,9 +62,9 @@ void see(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::St
   const c10::impl::ExcludeDispatchKeyGuard once(kKey);
   const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey);
   if (!watches.empty()) {
-    const auto given =
+    const auto inputs =
         at::ArrayRef<c10::IValue>(*arguments).slice(arguments->size() - op.schema().arguments().size());
-    for (OperatorWatch* watch : watches) watch->before(op, given);
+    for (OperatorWatch* watch : watches) watch->before(op, inputs);
   }
   OperatorTape::Run* run = top_run();
   // Calls on a thread without a run are not recorded: the thread has inherited the dispatch key from another
@@ -102,8 +102,8 @@ const std::map<std::string, std::set<std::string>>& groups() {
   return all;
 }
 
-// By the name of an operator: the operator that runs in its place if a result needs a gradient. To name the
-// first one in `keep` keeps the results of the second one.
+// Maps the name of an operator to the operator that runs in its place if a result needs a gradient. If `keep`
+// names the first one, the results of the second one are kept.
 const std::multimap<std::string, std::string>& computed_by() {
   static const std::multimap<std::string, std::string> all{
       {"shoestring::add_layer_norm", "shoestring::_layer_norm_forward"},
@@ -162,13 +162,13 @@ std::set<std::string> operators_of(const std::vector<std::string>& keep) {
     const auto dot = name.find('.');
     const std::string overload =
         dot == std::string::npos || name.substr(dot) == ".default" ? "" : name.substr(dot + 1);
-    bool found = false;
-    for (const auto& known : c10::Dispatcher::singleton().getAllOpNames()) {
-      found |=
-          known.name == name.substr(0, dot) && (dot == std::string::npos || known.overload_name == overload);
+    bool is_operator = false;
+    for (const auto& registered : c10::Dispatcher::singleton().getAllOpNames()) {
+      is_operator |= registered.name == name.substr(0, dot) &&
+                     (dot == std::string::npos || registered.overload_name == overload);
     }
     TORCH_CHECK(
-        found,
+        is_operator,
         "checkpoint: keep: expected \"attention\", \"products\", a tag, or an operator such as \"aten::mm\", "
         "received \"",
         name, "\", which is no operator");
@@ -274,11 +274,11 @@ OperatorTape::Operator& OperatorTape::operator_of(const c10::OperatorHandle& han
     aliasing |= argument.alias_info() && argument.alias_info()->isWrite();
   const std::string full =
       schema.name() + "." + (schema.overload_name().empty() ? "default" : schema.overload_name());
-  const bool wanted = names_.contains(schema.name()) || names_.contains(full);
-  TORCH_CHECK(!wanted || !aliasing, "checkpoint: keep: ", full,
+  const bool is_kept = names_.contains(schema.name()) || names_.contains(full);
+  TORCH_CHECK(!is_kept || !aliasing, "checkpoint: keep: ", full,
               " returns a view of its argument or modifies it in place, so there is no result to keep; name "
               "the operator before it");
-  return operators_.emplace(handle, Operator{wanted, aliasing, {}}).first->second;
+  return operators_.emplace(handle, Operator{is_kept, aliasing, {}}).first->second;
 }
 
 void OperatorTape::call(Run& run, const c10::OperatorHandle& handle, c10::DispatchKeySet keys,
@@ -286,14 +286,14 @@ void OperatorTape::call(Run& run, const c10::OperatorHandle& handle, c10::Dispat
   Operator& op = operator_of(handle);
   if (op.aliasing) return handle.redispatchBoxed(keys, arguments);
   const size_t count = handle.schema().arguments().size();
-  const auto given = at::ArrayRef<c10::IValue>(*arguments).slice(arguments->size() - count);
+  const auto inputs = at::ArrayRef<c10::IValue>(*arguments).slice(arguments->size() - count);
 
   if (!run.recording) {
     const size_t number = run.played[&op]++;
     if (number >= op.calls.size() || op.calls[number].values.empty())
       return handle.redispatchBoxed(keys, arguments);
     Result& result = op.calls[number];
-    TORCH_CHECK(sizes_of(given) == result.arguments, "checkpoint: ", handle.schema().name(),
+    TORCH_CHECK(sizes_of(inputs) == result.arguments, "checkpoint: ", handle.schema().name(),
                 " is kept, and received arguments of other sizes or dtypes in backward than in forward: the "
                 "function has to do "
                 "the same both times");
@@ -311,20 +311,20 @@ void OperatorTape::call(Run& run, const c10::OperatorHandle& handle, c10::Dispat
     return;
   }
 
-  Result result{{}, {}, {}, sizes_of(given), std::nullopt};
+  Result result{{}, {}, {}, sizes_of(inputs), std::nullopt};
   const bool random = handle.hasTag(at::Tag::nondeterministic_seeded);
   std::vector<at::Tensor> tensors;
-  if (random) each_tensor(given, [&](const at::Tensor& tensor) { tensors.push_back(tensor); });
+  if (random) each_tensor(inputs, [&](const at::Tensor& tensor) { tensors.push_back(tensor); });
   handle.redispatchBoxed(keys, arguments);
-  const auto made =
+  const auto results =
       at::ArrayRef<c10::IValue>(*arguments).slice(arguments->size() - handle.schema().returns().size());
-  if (op.wanted) {
-    for (const auto& value : made) result.values.push_back(detached(value));
-    result.versions = versions(made);
+  if (op.is_kept) {
+    for (const auto& value : results) result.values.push_back(detached(value));
+    result.versions = versions(results);
   }
   if (random) result.rng = RngState(tensors);
   op.calls.push_back(std::move(result));
-  if (!op.wanted) note_made(op, made);
+  if (!op.is_kept) note_made(op, results);
 }
 
 void OperatorTape::note_made(Operator& op, at::ArrayRef<c10::IValue> values) {

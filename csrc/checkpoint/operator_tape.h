@@ -67,7 +67,7 @@ class OperatorTape : public torch::CustomClassHolder {
     std::optional<RngState> rng;
   };
   struct Operator {
-    bool wanted, aliasing;
+    bool is_kept, aliasing;
     std::vector<Result> calls;
   };
   // An operator call whose results are not stored yet; tag_activation may still request that they be stored.

@@ -22,19 +22,19 @@ std::vector<int64_t> best(const std::vector<Criteria>& all, int count) {
     return std::lexicographical_compare(all[a].begin(), all[a].begin() + count, all[b].begin(),
                                         all[b].begin() + count);
   });
-  std::vector<int64_t> kept;
+  std::vector<int64_t> kept_states;
   std::vector<Criteria> values;
   for (const int64_t i : order) {
-    const Criteria& mine = all[i];
+    const Criteria& candidate = all[i];
     bool needed = true;
     for (size_t j = values.size(); needed && j-- > 0;) {
       bool better = true;
-      for (int d = 0; better && d < count; ++d) better = values[j][d] <= mine[d];
+      for (int d = 0; better && d < count; ++d) better = values[j][d] <= candidate[d];
       needed = !better;
     }
-    if (needed) kept.push_back(i), values.push_back(mine);
+    if (needed) kept_states.push_back(i), values.push_back(candidate);
   }
-  return kept;
+  return kept_states;
 }
 
 namespace {
@@ -95,24 +95,25 @@ Search extend(const Model& model, int64_t budget, Compare criteria, Rank rank, s
       for (size_t c = 0; c < model.blocks[i].choices.size(); ++c) {
         const State state = step(model, search.last[s], model.blocks[i], model.blocks[i].choices[c], budget);
         Criteria to{};
-        const int used = criteria(state, i + 1, to);
-        if (used == 0) continue;
-        count = used;
+        const int state_count = criteria(state, i + 1, to);
+        if (state_count == 0) continue;
+        count = state_count;
         next.push_back(state), from.push_back({int64_t(s), int64_t(c)}), values.push_back(to);
       }
     }
-    std::vector<int64_t> kept = best(values, count);
-    if (kept.size() > widest) {
+    std::vector<int64_t> kept_states = best(values, count);
+    if (kept_states.size() > widest) {
       std::vector<int64_t> ranks(next.size());
-      for (const int64_t k : kept) ranks[k] = rank(next[k], i + 1);
-      std::nth_element(kept.begin(), kept.begin() + widest, kept.end(),
+      for (const int64_t k : kept_states) ranks[k] = rank(next[k], i + 1);
+      std::nth_element(kept_states.begin(), kept_states.begin() + widest, kept_states.end(),
                        [&](int64_t a, int64_t b) { return std::pair(ranks[a], a) < std::pair(ranks[b], b); });
-      kept.resize(widest);
+      kept_states.resize(widest);
       search.complete = false;
     }
     search.last.clear();
     search.origins.emplace_back();
-    for (const int64_t k : kept) search.last.push_back(next[k]), search.origins.back().push_back(from[k]);
+    for (const int64_t k : kept_states)
+      search.last.push_back(next[k]), search.origins.back().push_back(from[k]);
   }
   return search;
 }
@@ -174,9 +175,10 @@ CheckpointPlan checkpoint_plan(const std::vector<PlanBlock>& blocks, int64_t bud
   }
   TORCH_CHECK(least != plan::kNone, op, ": budget: expected at least ", plan::least_budget(model),
               " bytes, received ", budget, "; raise the budget, or add choices that keep less memory");
-  CheckpointPlan found = plan::simulate(model, std::move(choices), budget);
-  found.least_seconds = complete ? found.seconds : std::min(found.seconds, bound(plan::State(), 0) * 1e-12);
-  return found;
+  CheckpointPlan fastest = plan::simulate(model, std::move(choices), budget);
+  fastest.least_seconds =
+      complete ? fastest.seconds : std::min(fastest.seconds, bound(plan::State(), 0) * 1e-12);
+  return fastest;
 }
 
 }  // namespace shoestring

@@ -57,6 +57,7 @@ struct State {
   int64_t seconds() const { return out + arrival[0]; }  // total time in picoseconds, if no block follows
 };
 
+/// Checks the blocks and options, and converts them to the units of the search. `op` begins error messages.
 Model make_model(const char* op, const std::vector<PlanBlock>& blocks, int64_t budget,
                  const CheckpointPlanOptions& options);
 

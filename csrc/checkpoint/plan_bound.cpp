@@ -19,11 +19,11 @@ constexpr int kLevels[kMaxPrefetch] = {64, 16, 8, 6};
 // in picoseconds from the start of a copy back to the start of the last block's backward. The copy is that of
 // the block j places before the last block.
 size_t Bound::place(const double* lead) const {
-  size_t place = 0;
+  size_t index = 0;
   for (int j = 0; j < prefetch_; ++j) {
-    place = place * levels_ + static_cast<size_t>(std::min(lead[j] / level_, levels_ - 1.0));
+    index = index * levels_ + static_cast<size_t>(std::min(lead[j] / level_, levels_ - 1.0));
   }
-  return place;
+  return index;
 }
 
 Bound::Price Bound::at(const Model& model, double held, double out) const {

@@ -22,9 +22,9 @@ RngState::RngState(at::TensorList tensors) {
   states_.emplace_back(cpu, state_of(cpu));
   for (const at::Tensor& tensor : tensors) {
     if (!tensor.defined() || tensor.is_cpu() || tensor.is_meta()) continue;
-    bool there = false;
-    for (const auto& [device, state] : states_) there |= device == tensor.device();
-    if (!there) states_.emplace_back(tensor.device(), state_of(tensor.device()));
+    bool is_saved = false;
+    for (const auto& [device, state] : states_) is_saved |= device == tensor.device();
+    if (!is_saved) states_.emplace_back(tensor.device(), state_of(tensor.device()));
   }
 }
 

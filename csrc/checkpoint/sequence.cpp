@@ -102,18 +102,18 @@ double seconds_since(std::chrono::steady_clock::time_point began, const Tensor& 
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
 }
 
-Cost measure(const Choice& choice, const BlockFunction& function, const Tensor& given, bool differentiable,
+Cost measure(const Choice& choice, const BlockFunction& function, const Tensor& input, bool differentiable,
              OffloadActivations* offload = nullptr) {
   const Tensor anchor = at::zeros({}, at::kFloat).set_requires_grad(true);
   const auto meter = c10::make_intrusive<MemoryMeter>();
-  meter->begin(given.device());
+  meter->begin(input.device());
   Cost cost{};
-  Tensor x = differentiable ? Source::apply(anchor, given) : given.clone();
+  Tensor x = differentiable ? Source::apply(anchor, input) : input.clone();
   auto began = std::chrono::steady_clock::now();
   // plan_sequential puts the buffers back after all measurements
   Tensor y = run(choice, function, x, offload, {});
   if (choice.offloaded) offload->mark(), offload->wait(0);
-  cost.forward_seconds = seconds_since(began, given);
+  cost.forward_seconds = seconds_since(began, input);
   cost.forward_bytes = meter->peak();
   if (y.requires_grad()) {
     const auto edge = torch::autograd::impl::gradient_edge(y);
@@ -128,7 +128,7 @@ Cost measure(const Choice& choice, const BlockFunction& function, const Tensor& 
     began = std::chrono::steady_clock::now();
     torch::autograd::Engine::get_default_engine().execute({edge}, {std::move(upstream)}, /*keep_graph=*/false,
                                                           /*create_graph=*/false, /*accumulate_grad=*/true);
-    cost.backward_seconds = seconds_since(began, given);
+    cost.backward_seconds = seconds_since(began, input);
     cost.backward_bytes = meter->peak();
   }
   meter->end();
@@ -138,7 +138,7 @@ Cost measure(const Choice& choice, const BlockFunction& function, const Tensor& 
 PlanBlock planned(const BlockFunction& function, const Tensor& x, bool differentiable,
                   OffloadActivations* offload) {
   PlanBlock block;
-  Cost kept{};
+  Cost kept_cost{};
   int64_t least = 0;
   for (const Choice& choice : activations::choices()) {
     if (choice.offloaded) {
@@ -164,7 +164,7 @@ PlanBlock planned(const BlockFunction& function, const Tensor& x, bool different
       cost.backward_seconds = backward;
     }
     if (!choice.recomputed) {
-      kept = cost;
+      kept_cost = cost;
       block.forward_seconds = cost.forward_seconds;
       block.backward_seconds = cost.backward_seconds;
     } else if (choice.keep.empty()) {
@@ -174,7 +174,7 @@ PlanBlock planned(const BlockFunction& function, const Tensor& x, bool different
       continue;
     }
     const double extra =
-        cost.forward_seconds + cost.backward_seconds - kept.forward_seconds - kept.backward_seconds;
+        cost.forward_seconds + cost.backward_seconds - kept_cost.forward_seconds - kept_cost.backward_seconds;
     block.choices.push_back({choice.name, cost.held, choice.recomputed ? std::max(kLeastExtra, extra) : 0.0,
                              0, std::max(cost.forward_bytes, cost.held),
                              std::max(cost.backward_bytes, cost.held)});
@@ -194,8 +194,8 @@ SequencePlan plan_sequential(const std::vector<BlockFunction>& functions, const 
   activations::expect_engine("plan_sequential");
   const activations::RngState rng(std::vector<Tensor>{x});
   const activations::RngGuard rng_after(rng);
-  activations::KeptBuffersGuard kept(buffers);
-  std::map<int64_t, PlanBlock> known;
+  activations::KeptBuffersGuard buffers_guard(buffers);
+  std::map<int64_t, PlanBlock> measured;
   std::vector<PlanBlock> blocks;
   GradientsAside aside;
   Tensor input = x.detach();
@@ -204,15 +204,15 @@ SequencePlan plan_sequential(const std::vector<BlockFunction>& functions, const 
     const int64_t kind = kinds.empty() ? static_cast<int64_t>(i) : kinds[i];
     const at::AutoGradMode gradients(true);
     const Tensor y = functions[i](differentiable ? input.detach().requires_grad_() : input);
-    if (!known.contains(kind)) {
+    if (!measured.contains(kind)) {
       aside.add(y);
-      known.emplace(kind, planned(functions[i], input, differentiable, offload));
+      measured.emplace(kind, planned(functions[i], input, differentiable, offload));
     }
-    blocks.push_back(known.at(kind));
+    blocks.push_back(measured.at(kind));
     differentiable = y.requires_grad();
     input = y.detach();
   }
-  kept.done();
+  buffers_guard.done();
   CheckpointPlanOptions link;
   if (offload != nullptr) {
     int64_t most = 0;

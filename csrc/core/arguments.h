@@ -64,10 +64,10 @@ inline void from_value(const c10::IValue& value, std::optional<at::Tensor>& x) {
   }
 }
 inline void from_value(const c10::IValue& value, std::vector<std::optional<at::Tensor>>& list) {
-  const auto given = value.toListRef();
+  const auto values = value.toListRef();
   list.clear();
-  list.reserve(given.size());
-  for (const c10::IValue& item : given) {
+  list.reserve(values.size());
+  for (const c10::IValue& item : values) {
     const bool is_given = item.isTensor() && item.toTensor().defined();
     list.push_back(is_given ? std::optional(item.toTensor()) : std::nullopt);
   }
@@ -203,11 +203,11 @@ std::string schema_of(const Arguments& defaults = {}) {
 template <class Arguments>
 size_t count_of() {
   static const size_t count = [] {
-    size_t found = 0;
-    fields::Each visit{[&](const char*, const auto&) { ++found; }};
+    size_t field_count = 0;
+    fields::Each visit{[&](const char*, const auto&) { ++field_count; }};
     const Arguments defaults{};
     Arguments::fields(defaults, visit);
-    return found;
+    return field_count;
   }();
   return count;
 }
@@ -215,15 +215,15 @@ size_t count_of() {
 /// Returns the position of the argument `name` in the schema.
 template <class Arguments>
 size_t index_of(const std::string& name) {
-  size_t index = 0, found = count_of<Arguments>();
+  size_t index = 0, position = count_of<Arguments>();
   fields::Each visit{[&](const char* each, const auto&) {
-    if (each == name) found = index;
+    if (each == name) position = index;
     ++index;
   }};
   const Arguments defaults{};
   Arguments::fields(defaults, visit);
-  TORCH_INTERNAL_ASSERT(found < index, "no argument ", name);
-  return found;
+  TORCH_INTERNAL_ASSERT(position < index, "no argument ", name);
+  return position;
 }
 
 /// Puts the arguments of an operator, or its results, on the stack.
@@ -330,9 +330,9 @@ struct Saver {
   }
   /// Saves the fields of a struct if it is given.
   template <class T>
-  void maybe(const std::optional<T>& given) {
-    values.emplace_back(given.has_value());
-    if (given) T::fields(*given, *this);
+  void maybe(const std::optional<T>& item) {
+    values.emplace_back(item.has_value());
+    if (item) T::fields(*item, *this);
   }
 
   torch::autograd::variable_list tensors;
@@ -367,8 +367,8 @@ struct Restorer {
     ((*this)("", x), ...);
   }
   template <class T>
-  void maybe(std::optional<T>& given) {
-    if ((value++)->toBool()) T::fields(given.emplace(), *this);
+  void maybe(std::optional<T>& item) {
+    if ((value++)->toBool()) T::fields(item.emplace(), *this);
   }
 
   torch::autograd::variable_list::iterator tensor;

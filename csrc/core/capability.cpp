@@ -35,15 +35,15 @@ Capability best() {
 }
 
 Capability initial() {
-  const char* wanted = std::getenv("SHOESTRING_CPU");
-  if (wanted == nullptr || *wanted == '\0') return best();
+  const char* requested = std::getenv("SHOESTRING_CPU");
+  if (requested == nullptr || *requested == '\0') return best();
   for (auto candidate : {Capability::kPlain, Capability::kAvx2, Capability::kAvx512, Capability::kAmx}) {
-    if (std::string(wanted) != name(candidate)) continue;
-    TORCH_CHECK(supports(candidate), "shoestring: SHOESTRING_CPU=", wanted,
+    if (std::string(requested) != name(candidate)) continue;
+    TORCH_CHECK(supports(candidate), "shoestring: SHOESTRING_CPU=", requested,
                 ", but this machine does not have it; the best here is ", name(best()));
     return candidate;
   }
-  TORCH_CHECK(false, "shoestring: SHOESTRING_CPU: expected plain, avx2, avx512 or amx, received '", wanted,
+  TORCH_CHECK(false, "shoestring: SHOESTRING_CPU: expected plain, avx2, avx512 or amx, received '", requested,
               "'");
 }
 

@@ -20,8 +20,10 @@ bool supports(Capability capability);
 /// nothing and returns false.
 bool set_capability(Capability capability);
 
+/// Returns the name of a CPU capability that SHOESTRING_CPU takes.
 const char* name(Capability capability);
 
+/// Returns the kernel table for the CPU capability in use.
 template <class Table>
 const Table& choose(const Table& plain, const Table& avx2, const Table& avx512) {
   switch (capability()) {

@@ -51,14 +51,14 @@ Tensor column_sums_cpu(const Tensor& x) {
     add_columns(rows, 0, count, total);
     return out;
   }
-  const Tensor found = at::zeros({parts, columns}, out.options());
-  float* sums = found.mutable_data_ptr<float>();
+  const Tensor part_sums = at::zeros({parts, columns}, out.options());
+  float* sums = part_sums.mutable_data_ptr<float>();
   const int64_t bytes = columns * static_cast<int64_t>(x.element_size()) * each;
   at::parallel_for(0, parts, row_grain(bytes), [&](int64_t begin, int64_t end) {
     for (int64_t part = begin; part < end; ++part)
       add_columns(rows, part * each, std::min(each, count - part * each), sums + part * columns);
   });
-  add_columns(found, 0, parts, total);
+  add_columns(part_sums, 0, parts, total);
   return out;
 }
 

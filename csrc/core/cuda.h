@@ -31,6 +31,7 @@ inline void* stream_of(const at::Tensor& t) {
   return runtime->current_stream(t.device().index());
 }
 
+/// Raises if a launcher has returned an error message.
 inline void check_launch(const char* op, const char* error) {
   TORCH_CHECK(error == nullptr, op, ": the CUDA launch failed: ", error);
 }

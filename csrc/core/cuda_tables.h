@@ -20,6 +20,7 @@ struct Runtime {
   const char* (*unregister_host)(void* memory);
 };
 
+/// The untyped functions behind provide() and provided(). The type must be the same in both.
 SHOESTRING_API void provide(const char* name, const void* table, const std::type_info& type);
 const void* provided(const char* name, const std::type_info& type);
 

@@ -108,7 +108,7 @@ std::string backward_schema(const std::string& schema, const std::string& name, 
     next = std::min(schema.find(", ", begin), end);
     std::string argument = schema.substr(begin, next - begin);
     if (argument == "*") continue;
-    argument.resize(std::min(argument.find('='), argument.size()));  // without the default
+    argument.resize(std::min(argument.find('='), argument.size()));  // removes the default
     if (index < count) {
       if (in_place)
         argument.insert(std::strlen("Tensor"), c10::str("(", static_cast<char>('a' + index), "!)"));

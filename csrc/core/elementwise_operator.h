@@ -48,6 +48,7 @@ std::string backward_schema(const std::string& schema, const std::string& name, 
 
 template <size_t>
 using Repeated = at::Tensor;
+/// Reads the value of an option from the stack.
 template <class T>
 T option_of(const c10::IValue& value) {
   return value.to<T>();

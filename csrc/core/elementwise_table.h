@@ -31,7 +31,7 @@ struct ElementwiseTable {
   Run forward[3], backward[3];
 };
 
-// As ElementwiseTable, for arrays on the device. `stream` is a cudaStream_t. Each function returns an error
+// Like ElementwiseTable, for arrays on the device. `stream` is a cudaStream_t. Each function returns an error
 // message, or null.
 struct ElementwiseCuda {
   using Run = const char* (*)(const void* rule, const void* const* in, int64_t count, void* const* out,

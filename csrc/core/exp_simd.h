@@ -20,6 +20,7 @@ SHOESTRING_INLINE Whole shifted_whole(F32 x) {
 // Returns y * 2^n for n from -127 to 127, where n = -127 gives 0.
 SHOESTRING_INLINE F32 times_power(F32 y, F32 power) { return y * as_float(as_bits(power) << 23); }
 
+// Like shifted_whole(), but with the power for scale_by_power().
 SHOESTRING_INLINE Whole nearest_whole(F32 x) {
 #if defined(__AVX512F__)
   const F32 n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);

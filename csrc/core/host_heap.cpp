@@ -166,9 +166,9 @@ void HostHeap::check_spare() {
 
 // Returns free memory to the system before `fresh` bytes are taken from it, if there would be too much.
 void HostHeap::make_room(size_t fresh) {
-  const size_t wanted = static_cast<size_t>(stats_.resident) + fresh;
+  const size_t total = static_cast<size_t>(stats_.resident) + fresh;
   const size_t allowance = std::min(most_used_ + kSlack, most_resident_);
-  size_t excess = wanted > allowance ? wanted - allowance : 0;
+  size_t excess = total > allowance ? total - allowance : 0;
   if (const int64_t missing = static_cast<int64_t>(fresh) - spare_now_; missing > 0)
     excess = std::max(excess, std::min(fresh, static_cast<size_t>(missing)));
   if (excess > 0) spare_now_ += static_cast<int64_t>(return_pages(excess));

@@ -106,7 +106,7 @@ class SHOESTRING_API HostHeap {
   HeapStats stats_;
   size_t most_used_ = 0;             // maximum of used bytes since the last trim()
   size_t most_resident_ = SIZE_MAX;  // the limit of set_limit()
-  int64_t spare_now_ = 0;            // what spare_() returned, less what the heap has taken since
+  int64_t spare_now_ = 0;            // the result of spare_(), less the bytes taken since
   int64_t next_check_ = 0;           // milliseconds of the clock at which spare_() is called again
 };
 

@@ -39,9 +39,9 @@ void limit_by_group(const Read& read, const std::string& folder, bool version2, 
   if (!limit || !usage) return;
   const std::string key = version2 ? "inactive_file" : "total_inactive_file";
   const int64_t cache = value_of(key, read(folder + "/memory.stat")).value_or(0);
-  const int64_t left = *limit - std::max<int64_t>(0, *usage - cache);
+  const int64_t unused = *limit - std::max<int64_t>(0, *usage - cache);
   memory.total = std::min(memory.total, *limit);
-  memory.available = std::min(memory.available, std::max<int64_t>(0, left));
+  memory.available = std::min(memory.available, std::max<int64_t>(0, unused));
 }
 
 // Applies the limits of a group and of all its ancestors, up to the mount point.

@@ -138,17 +138,17 @@ MixResult mixup_of(const MixCall& call) {
                     "; call inputs.float()");
   Draws whole(call, 0);
   const int64_t rows = x.size(0), shift = shift_of(whole, rows);
-  const Tensor others = partners(x, shift);
+  const Tensor mixed_in = partners(x, shift);
   std::vector<float> shares;
   if (!call.per_row) {
     shares.push_back(static_cast<float>(whole.beta(call.alpha)));
-    return mix_result(call, at::lerp(others, x, shares[0]), shift, shares);
+    return mix_result(call, at::lerp(mixed_in, x, shares[0]), shift, shares);
   }
   for (int64_t i = 0; i < rows; ++i)
     shares.push_back(static_cast<float>(Draws(call, i + 1).beta(call.alpha)));
   const auto compute = compute_type(x);
   const Tensor weight = per_row(on_device(shares, x), x).to(compute);
-  return mix_result(call, at::lerp(others.to(compute), x.to(compute), weight).to(x.scalar_type()), shift,
+  return mix_result(call, at::lerp(mixed_in.to(compute), x.to(compute), weight).to(x.scalar_type()), shift,
                     shares);
 }
 

@@ -114,14 +114,14 @@ Compressor::FuturePtr Compressor::begin(const Tensor& gradient, const std::vecto
   enter(index);
   Bucket& bucket = bucket_of(gradient, params, index);
   const int64_t block = block_of(bits_), record = record_of(bits_);
-  const int64_t used = compressed_gradient_bytes(gradient.numel(), bits_);
-  const int64_t records = (used / record + ranks_ - 1) / ranks_;
+  const int64_t code_bytes = compressed_gradient_bytes(gradient.numel(), bits_);
+  const int64_t records = (code_bytes / record + ranks_ - 1) / ranks_;
   const auto bytes = gradient.options().dtype(at::kByte);
   Flight flight{&bucket, gradient, records, at::empty({ranks_ * records * record}, bytes), Tensor(), Tensor(),
                 {},      false,    future};
-  Tensor codes = flight.codes.narrow(0, 0, used);
+  Tensor codes = flight.codes.narrow(0, 0, code_bytes);
   // Records beyond the gradient are never decoded, but no bytes of freed memory leave the process.
-  flight.codes.narrow(0, used, flight.codes.numel() - used).zero_();
+  flight.codes.narrow(0, code_bytes, flight.codes.numel() - code_bytes).zero_();
   drop_errors(bucket.error);
   compress_gradient_(bucket.error, gradient, codes, bits_);
   flight.parts = at::empty_like(flight.codes);
@@ -187,17 +187,18 @@ Compressor::Bucket& Compressor::bucket_of(const Tensor& gradient, const std::vec
   for (size_t i = 0; i < params.size(); ++i) {
     Tensor part = error.narrow(0, begin, params[i].numel());
     begin += params[i].numel();
-    Tensor& stored = of_params_[pointers[i]];
-    if (stored.defined()) part.copy_(stored);
-    stored = part;
+    Tensor& param_error = of_params_[pointers[i]];
+    if (param_error.defined()) part.copy_(param_error);
+    param_error = part;
   }
-  // Buckets that had these parameters come later in this step, or no more.
-  for (auto other = buckets_.begin(); other != buckets_.end();) {
-    const auto& old = other->second.params;
-    const bool moved = other->first != index && std::any_of(old.begin(), old.end(), [&](const auto* param) {
+  // Other buckets with these parameters are dropped: they come again later in this step, with others, or
+  // never.
+  for (auto entry = buckets_.begin(); entry != buckets_.end();) {
+    const auto& old = entry->second.params;
+    const bool moved = entry->first != index && std::any_of(old.begin(), old.end(), [&](const auto* param) {
                          return std::find(pointers.begin(), pointers.end(), param) != pointers.end();
                        });
-    other = moved ? buckets_.erase(other) : std::next(other);
+    entry = moved ? buckets_.erase(entry) : std::next(entry);
   }
   bucket = {std::move(pointers), std::move(error), {}};
   return bucket;
@@ -212,9 +213,9 @@ void Compressor::send_means(Flight& flight) {
   decompress_mean_(mean, flight.parts.view({ranks_, bytes}), bits_);
   // The memory of the first hop's codes serves those of the means.
   Tensor codes = flight.codes.narrow(0, 0, bytes);
-  const int64_t used = compressed_gradient_bytes(error.numel(), bits_);
-  Tensor filled = codes.narrow(0, 0, used);
-  codes.narrow(0, used, bytes - used).zero_();
+  const int64_t code_bytes = compressed_gradient_bytes(error.numel(), bits_);
+  Tensor filled = codes.narrow(0, 0, code_bytes);
+  codes.narrow(0, code_bytes, bytes - code_bytes).zero_();
   drop_errors(error);
   compress_gradient_(error, mean, filled, bits_);
   flight.means = codes;

@@ -91,8 +91,8 @@ class Compressor {
  private:
   struct Bucket {
     std::vector<c10::TensorImpl*> params;
-    at::Tensor error;  // of the gradients of this rank
-    at::Tensor owned;  // of the means of this rank's part
+    at::Tensor error;  // error of the gradients of this rank
+    at::Tensor owned;  // error of the means of this rank's part
   };
   // A bucket that is under way.
   struct Flight {
@@ -118,7 +118,7 @@ class Compressor {
   const GroupPtr group_;
   const int64_t bits_, ranks_, rank_;
   std::unordered_map<int64_t, Bucket> buckets_;
-  std::unordered_map<int64_t, at::Tensor> errors_;              // of encode()
+  std::unordered_map<int64_t, at::Tensor> errors_;              // errors of encode(), by key
   std::unordered_map<c10::TensorImpl*, at::Tensor> of_params_;  // views of the buckets' errors
   std::deque<Flight> flights_;
   std::unordered_set<int64_t> entered_;  // buckets or keys of this step

@@ -44,23 +44,23 @@ void check_same(const GroupPtr& group, const TensorDict& tensors, const char* ca
   std::vector<std::vector<Tensor>> all(1);
   for (int i = 0; i < group->getSize(); ++i) all[0].push_back(at::empty({1}, number));
   wait_for(group, group->allgather(all, hash_here), kSame);
-  int64_t other = 0;
+  int64_t differing = 0;
   for (int64_t rank = group->getSize() - 1; rank > 0; --rank)
-    if (!all[0][rank].equal(all[0][0])) other = rank;
-  if (other == 0) return;
+    if (!all[0][rank].equal(all[0][0])) differing = rank;
+  if (differing == 0) return;
 
   const auto store = group->getStore();
   const int64_t rank = group->getRank();
   const auto key = [&](int64_t of) { return c10::str("parameters/", of, "/", all[0][of].item<int64_t>()); };
-  if (rank == 0 || rank == other) store->set(key(rank), std::vector<uint8_t>(text.begin(), text.end()));
-  const auto first = lines_of(store->get(key(0))), second = lines_of(store->get(key(other)));
-  const auto line_of = [](const std::vector<std::string>& found, size_t i) {
-    return i < found.size() ? found[i] : std::string("no more");
+  if (rank == 0 || rank == differing) store->set(key(rank), std::vector<uint8_t>(text.begin(), text.end()));
+  const auto first = lines_of(store->get(key(0))), second = lines_of(store->get(key(differing)));
+  const auto line_of = [](const std::vector<std::string>& lines, size_t i) {
+    return i < lines.size() ? lines[i] : std::string("no more");
   };
   size_t i = 0;
   while (i < first.size() && i < second.size() && first[i] == second[i]) ++i;
   TORCH_CHECK(false, caller, ": module: expected the same parameters on all ranks; parameter ", i, " is ",
-              line_of(first, i), " on rank 0 and ", line_of(second, i), " on rank ", other);
+              line_of(first, i), " on rank 0 and ", line_of(second, i), " on rank ", differing);
 }
 
 namespace {
@@ -73,7 +73,8 @@ void broadcast(const GroupPtr& group, const std::vector<Tensor>& tensors) {
   for (const Tensor& tensor : tensors)
     if (tensor.numel() > 0) by_dtype[tensor.scalar_type()].push_back(tensor.detach());
   try {
-    for (const auto& [dtype, own] : by_dtype) c10d::broadcast_coalesced(group, own, 250 << 20, 0);
+    for (const auto& [dtype, same_dtype] : by_dtype)
+      c10d::broadcast_coalesced(group, same_dtype, 250 << 20, 0);
   } catch (const std::exception& error) {
     fail_collective(*group, error, "broadcast of the tensors of rank 0");
   }
@@ -83,14 +84,14 @@ void broadcast(const GroupPtr& group, const std::vector<Tensor>& tensors) {
 // on each rank for itself. Other buffers, such as quantised weights, do not change.
 std::vector<Tensor> statistics_of(const torch::nn::Module& module) {
   std::vector<Tensor> statistics;
-  const auto add = [&](const torch::nn::Module& own) {
-    const auto buffers = own.named_buffers(/*recurse=*/false);
+  const auto add = [&](const torch::nn::Module& layer) {
+    const auto buffers = layer.named_buffers(/*recurse=*/false);
     if (const Tensor* mean = buffers.find("running_mean"); mean == nullptr || !mean->defined()) return;
     for (const auto& item : buffers)
       if (item.value().defined()) statistics.push_back(item.value());
   };
   add(module);
-  for (const auto& own : module.modules(/*include_self=*/false)) add(*own);
+  for (const auto& layer : module.modules(/*include_self=*/false)) add(*layer);
   return statistics;
 }
 
@@ -122,8 +123,8 @@ void broadcast_module(const torch::nn::Module& module, const GroupPtr& group) {
 }
 
 struct DataParallel::Impl {
-  Impl(const torch::nn::Module& module, GroupPtr own, const DataParallelOptions& options)
-      : group(std::move(own)) {
+  Impl(const torch::nn::Module& module, GroupPtr ranks, const DataParallelOptions& options)
+      : group(std::move(ranks)) {
     TORCH_CHECK_VALUE(group.defined(), "DataParallel: group: expected a process group, received none");
     TORCH_CHECK_VALUE(options.bucket_bytes() > 0, "DataParallel: bucket_bytes: expected a number above 0, ",
                       "received ", options.bucket_bytes());
@@ -162,9 +163,9 @@ struct DataParallel::Impl {
 
   GroupPtr group;
   std::unique_ptr<c10d::Reducer> reducer;
-  std::vector<std::string> names;  // of the trained parameters
+  std::vector<std::string> names;  // names of the trained parameters
   std::vector<std::pair<std::string, Tensor>> frozen;
-  std::vector<Tensor> statistics;  // of normalisation layers
+  std::vector<Tensor> statistics;  // statistics of normalisation layers
   bool finds_unused = false;
   int64_t steps = 0;
   std::recursive_mutex mutex;  // held during a backward

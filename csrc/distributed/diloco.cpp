@@ -92,7 +92,7 @@ void Averaging::deal_out(int64_t bucket_elements) {
     Fragment& fragment = fragments_[f];
     fragment.due = (f + 1) * options_.every() / count % options_.every();
     std::sort(owned[f].begin(), owned[f].end());
-    std::vector<std::pair<c10::Device, Bucket>> open;  // of each device, by its first parameter
+    std::vector<std::pair<c10::Device, Bucket>> open;  // the unfinished bucket of each device
     std::vector<int64_t> sizes;
     std::vector<std::vector<Bucket>> closed;
     for (const size_t i : owned[f]) {
@@ -287,8 +287,8 @@ void Averaging::regroup(GroupPtr group) {
 }
 
 // Returns the numbers of all ranks, (ranks, numbers).
-Tensor Averaging::of_all_ranks(const std::vector<double>& own) const {
-  std::vector<Tensor> input{at::tensor(own, at::kDouble)};
+Tensor Averaging::of_all_ranks(const std::vector<double>& numbers) const {
+  std::vector<Tensor> input{at::tensor(numbers, at::kDouble)};
   std::vector<std::vector<Tensor>> all(1);
   for (int i = 0; i < group_->getSize(); ++i) all[0].push_back(at::empty_like(input[0]));
   wait_for(group_, group_->allgather(all, input), c10::str(name_, ": comparison of the ranks"));
@@ -309,12 +309,12 @@ void Averaging::share() {
                                                              {"bucket_bytes", options_.bucket_bytes()}};
   std::vector<double> values;
   for (const auto& [name, value] : settings) values.push_back(value);
-  const Tensor theirs = of_all_ranks(values);
-  for (int64_t i = 0; i < theirs.size(1); ++i)
-    for (int64_t rank = 1; rank < theirs.size(0); ++rank)
-      TORCH_CHECK_VALUE(theirs[rank][i].equal(theirs[0][i]), name_, ": ", settings[i].first,
-                        ": expected the same on all ranks, received ", theirs[0][i].item<double>(),
-                        " on rank 0 and ", theirs[rank][i].item<double>(), " on rank ", rank);
+  const Tensor rank_values = of_all_ranks(values);
+  for (int64_t i = 0; i < rank_values.size(1); ++i)
+    for (int64_t rank = 1; rank < rank_values.size(0); ++rank)
+      TORCH_CHECK_VALUE(rank_values[rank][i].equal(rank_values[0][i]), name_, ": ", settings[i].first,
+                        ": expected the same on all ranks, received ", rank_values[0][i].item<double>(),
+                        " on rank 0 and ", rank_values[rank][i].item<double>(), " on rank ", rank);
 
   std::vector<double> versions{static_cast<double>(steps_)};
   for (const Fragment& fragment : fragments_) versions.push_back(fragment.averages);
@@ -434,9 +434,9 @@ void Averaging::load_state(const TensorDict& state) {
     }
   const char* const names[]{"anchor", "momentum"};
   for (size_t k = 0; k < loaded.size(); ++k) {
-    const auto expected = sizes_of(loaded[k]), found = sizes_of(numbered(state, names[k]));
-    TORCH_CHECK_VALUE(expected == found, name_, ": state: ", names[k], ": expected buckets of ",
-                      at::IntArrayRef(expected), " elements, received ", at::IntArrayRef(found));
+    const auto expected = sizes_of(loaded[k]), in_state = sizes_of(numbered(state, names[k]));
+    TORCH_CHECK_VALUE(expected == in_state, name_, ": state: ", names[k], ": expected buckets of ",
+                      at::IntArrayRef(expected), " elements, received ", at::IntArrayRef(in_state));
   }
   abandon();
   for (size_t k = 0; k < loaded.size(); ++k) {

@@ -37,7 +37,7 @@ class Averaging {
   struct Bucket {
     std::vector<size_t> params;
     at::Tensor anchor;    // the averaged weights, fp32, one parameter after the other
-    at::Tensor momentum;  // of the outer steps
+    at::Tensor momentum;  // momentum of the outer steps
     at::Tensor mean;      // the difference from the anchor while it is under way, then its mean
     c10::intrusive_ptr<c10d::Work> work;
     Compressor::FuturePtr future;
@@ -63,7 +63,7 @@ class Averaging {
   void abandon();
   void share();
   void receive_state(const at::Tensor& all, int64_t source);
-  at::Tensor of_all_ranks(const std::vector<double>& own) const;
+  at::Tensor of_all_ranks(const std::vector<double>& numbers) const;
   void check_failure() const;
 
   const std::string name_;

@@ -72,8 +72,8 @@ int64_t first_difference(const std::map<int64_t, Last>& ranks) {
   int64_t first = 0;
   for (const auto& [rank, last] : ranks) {
     for (const auto& [number, collective] : last) {
-      const auto [found, is_new] = keys.emplace(number, collective.first);
-      if (!is_new && found->second != collective.first && (first == 0 || number < first)) first = number;
+      const auto [known, is_new] = keys.emplace(number, collective.first);
+      if (!is_new && known->second != collective.first && (first == 0 || number < first)) first = number;
     }
   }
   return first;
@@ -86,7 +86,7 @@ std::string places(const std::map<int64_t, Last>& ranks, int64_t number) {
     std::string text;
     std::vector<int64_t> ranks;
   };
-  std::vector<Place> groups;  // by the first rank of each
+  std::vector<Place> groups;  // in the order of their first ranks
   for (const auto& [rank, last] : ranks) {
     Place place{{0, 0}, last.empty() ? "no collective" : "a later collective", {}};
     // Otherwise the rank is so far ahead that it has forgotten the collective, or is at none.
@@ -132,7 +132,7 @@ std::string Collective::text() const {
 }
 
 struct Listener::State {
-  State(int64_t own, int64_t ranks) : rank(own), size(ranks) {}
+  State(int64_t own_rank, int64_t ranks) : rank(own_rank), size(ranks) {}
   const int64_t rank, size;
   std::mutex mutex;
   std::condition_variable changed;
@@ -146,7 +146,9 @@ struct Listener::State {
 
 Listener::Listener(c10d::Store& store, int64_t rank, int64_t size)
     : state_(std::make_shared<State>(rank, size)) {
-  if (size > 1) thread_ = std::thread([state = state_, own = store.clone()] { listen(*state, *own); });
+  if (size > 1)
+    thread_ =
+        std::thread([state = state_, listener_store = store.clone()] { listen(*state, *listener_store); });
 }
 
 Listener::~Listener() { end(); }
@@ -239,15 +241,15 @@ void Listener::leave(State& state, c10d::Store& store) {
 // Publishes the last collectives of this rank, and compares them with those of the other ranks.
 void Listener::confer(State& state, c10d::Store& store, bool is_own) {
   const auto begin = Clock::now();
-  std::ostringstream own;
+  std::ostringstream collectives;
   {
     const std::lock_guard lock(state.mutex);
     state.has_failed = true;
     for (const Collective& collective : state.last)
       if (collective.number > 0)
-        own << collective.number << " " << collective.key() << " " << collective.text() << "\n";
+        collectives << collective.number << " " << collective.key() << " " << collective.text() << "\n";
   }
-  const std::string text = own.str() + "\n";
+  const std::string text = collectives.str() + "\n";
   store.set(heard(state.rank), std::vector<uint8_t>(text.begin(), text.end()));
   if (is_own) store.set(kFailed, kYes);
 

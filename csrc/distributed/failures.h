@@ -17,12 +17,12 @@ namespace shoestring::distributed {
 
 /// A collective that a rank has issued, or a send or receive.
 struct Collective {
-  const char* name = "";  ///< as in torch.distributed
+  const char* name = "";  ///< its name in torch.distributed
   int64_t number = 0;     ///< counts the collectives of the group from 1; 0 for sends and receives
   size_t tensors = 0;
-  std::vector<int64_t> sizes;  ///< of the first tensor
+  std::vector<int64_t> sizes;  ///< sizes of the first tensor
   at::ScalarType dtype = at::kByte;
-  int64_t elements = 0;  ///< of all tensors; 0 if ranks may have different numbers
+  int64_t elements = 0;  ///< number of elements of all tensors; 0 if it may differ by rank
   int64_t root = -1;     ///< the rank that `name` speaks of, or -1
   c10d::ReduceOp::RedOpType reduction = c10d::ReduceOp::SUM;
 

@@ -63,7 +63,7 @@ void place(Flats& flats, const std::string& label, bool is_here) {
       auto& storage = *p.tensor.storage().unsafeGetStorageImpl();
       if (is_here) {
         char* const begin = static_cast<char*>(f.memory.data_ptr());
-        offload::place_storage(storage, begin + p.at * f.own.element_size(), f.memory);
+        offload::place_storage(storage, begin + p.at * f.rank_part.element_size(), f.memory);
       } else {
         offload::empty_storage(storage,
                                c10::str(kFullyShard, ": ", label, ": expected whole weights, received some ",
@@ -85,16 +85,16 @@ void PartMemory::make(Flat& flat, int64_t ranks) {
   const int64_t size = at::ceil_div(at::ceil_div(flat.end, flat.unit), ranks) * flat.unit;
   const int64_t bytes = size * static_cast<int64_t>(c10::elementSize(flat.dtype));
   if (file_) {
-    flat.own = file_->zeros(bytes).view(flat.dtype);
+    flat.rank_part = file_->zeros(bytes).view(flat.dtype);
   } else if (on_host_) {
     TORCH_CHECK_VALUE(
         !flat.device().is_cpu(), kFullyShard,
         ": offload: expected parameters on a GPU with \"cpu\", received some on the CPU, which ",
         "are in host memory already; use \"nvme:DIR\"");
     if (!host_) host_.emplace(c10::str(kFullyShard, ": offload"), flat.device());
-    flat.own = host_->empty({size}, flat.dtype, bytes).zero_();
+    flat.rank_part = host_->empty({size}, flat.dtype, bytes).zero_();
   } else {
-    flat.own = at::zeros({size}, at::device(flat.device()).dtype(flat.dtype));
+    flat.rank_part = at::zeros({size}, at::device(flat.device()).dtype(flat.dtype));
   }
 }
 

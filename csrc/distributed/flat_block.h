@@ -32,12 +32,12 @@ struct Piece {
 struct Flat {
   at::ScalarType dtype;
   bool is_trained;
-  int64_t unit;     // of elements, to whose multiples places are rounded
-  int64_t end = 0;  // of the last piece
+  int64_t unit;     // pieces begin at multiples of this number of elements
+  int64_t end = 0;  // the end of the last piece
   std::vector<Piece> pieces{};
-  at::Tensor own{};     // the part of this rank, of the same size on all ranks
-  at::Tensor memory{};  // the parts of all ranks, while the block has its weights or receives them
-  c10::intrusive_ptr<c10d::Work> arrival{};  // of `memory`
+  at::Tensor rank_part{};  // the part of this rank, of the same size on all ranks
+  at::Tensor memory{};     // the parts of all ranks, while the block has its weights or receives them
+  c10::intrusive_ptr<c10d::Work> arrival{};  // the all-gather into `memory`
   at::Tensor gradients{};                    // whole, until they are sent
   bool is_scaled = false;                    // whether `gradients` are divided by the number of ranks
   int64_t number = 0;  // names the gradients to the Compressor; 0 before they are sent for the first time
@@ -65,11 +65,11 @@ class PartMemory {
   void make(Flat& flat, int64_t ranks);
   /// Starts to read a part that lies in a file.
   void will_need(const Flat& flat) const {
-    if (file_) file_->will_need(flat.own);
+    if (file_) file_->will_need(flat.rank_part);
   }
   /// Lets the kernel take the pages of a part that lies in a file.
   void let_go(const Flat& flat) const {
-    if (file_) file_->let_go(flat.own);
+    if (file_) file_->let_go(flat.rank_part);
   }
 
  private:

@@ -43,7 +43,7 @@ struct Sent {
   Flat* flat;
   Tensor whole, part;
   WorkPtr work;
-  Compressor::Scatter scatter;  // of compressed gradients
+  Compressor::Scatter scatter;  // scatters compressed gradients
 };
 
 }  // namespace
@@ -61,7 +61,7 @@ struct FullyShard::Impl final : offload::BlockRuns, std::enable_shared_from_this
     }
   };
 
-  Impl(GroupPtr own, const FullyShardOptions& o) : group(std::move(own)), options(o), parts(o.offload()) {
+  Impl(GroupPtr ranks, const FullyShardOptions& o) : group(std::move(ranks)), options(o), parts(o.offload()) {
     TORCH_CHECK_VALUE(group.defined(), kName, ": group: expected a process group, received none");
     name = registered_name(group);
     const int64_t bits = bits_of(options.compress(), kName);
@@ -192,9 +192,9 @@ struct FullyShard::Impl final : offload::BlockRuns, std::enable_shared_from_this
     // A block may have a storage several times: the parts of a quantised weight, for one.
     if (t.storage().nbytes() == 0 || has_storage_of(b.flats, t)) return;
     if (compressor && t.requires_grad()) check_compressible(kName, t, c10::str("one of ", label));
-    for (const auto& other : blocks)
+    for (const auto& other_block : blocks)
       TORCH_CHECK(
-          !has_storage_of(other->flats, t), kName, ": ", label,
+          !has_storage_of(other_block->flats, t), kName, ": ", label,
           ": expected parameters of its own, received one that another block has, too; add both as one "
           "block with keep");
     insert(b.flats, t, label);
@@ -203,12 +203,12 @@ struct FullyShard::Impl final : offload::BlockRuns, std::enable_shared_from_this
   // Copies the part of this rank, and makes the tensors that optimizers step.
   void split(int64_t index, Block& b, size_t number) {
     Flat& f = b.flats[number];
-    const int64_t size = f.own.numel();
+    const int64_t size = f.rank_part.numel();
     const int64_t first = rank() * size, last = first + size;
     for (size_t i = 0; i < f.pieces.size(); ++i) {
       Piece& p = f.pieces[i];
       const int64_t begin = std::clamp(p.at, first, last), end = std::clamp(p.at + p.numel, first, last);
-      const Tensor part = f.own.narrow(0, begin - first, end - begin);
+      const Tensor part = f.rank_part.narrow(0, begin - first, end - begin);
       if (end > begin) part.copy_(f.elements_of(p).narrow(0, begin - p.at, end - begin));
       if (!f.is_trained) continue;
       p.shard = part.detach().requires_grad_(true);
@@ -239,12 +239,12 @@ struct FullyShard::Impl final : offload::BlockRuns, std::enable_shared_from_this
   // Starts to gather the weights of a block, after the memory of all idle blocks has been freed.
   void begin_in(Block& b) {
     const at::NoGradGuard no_grad;
-    for (const auto& other : blocks)
-      if (other.get() != &b) leave_idle(*other);
+    for (const auto& other_block : blocks)
+      if (other_block.get() != &b) leave_idle(*other_block);
     for (Flat& f : b.flats) {
       f.memory = buffer(f);
-      received += static_cast<int64_t>(f.own.nbytes()) * (ranks() - 1);
-      Tensor part = f.own.to(f.memory.device(), /*non_blocking=*/true);
+      received += static_cast<int64_t>(f.rank_part.nbytes()) * (ranks() - 1);
+      Tensor part = f.rank_part.to(f.memory.device(), /*non_blocking=*/true);
       f.arrival = start("weights", [&] { return group->_allgather_base(f.memory, part); });
     }
   }
@@ -267,7 +267,7 @@ struct FullyShard::Impl final : offload::BlockRuns, std::enable_shared_from_this
   // Memory of the CPU is used again, since the first write to each new page takes long. A GPU's allocator
   // does the same by itself.
   Tensor buffer(const Flat& f) {
-    const int64_t numel = f.own.numel() * ranks();
+    const int64_t numel = f.rank_part.numel() * ranks();
     const auto fits = [&](const Tensor& t) { return t.numel() == numel && t.scalar_type() == f.dtype; };
     const auto memory = std::find_if(free.begin(), free.end(), fits);
     if (memory == free.end()) {
@@ -348,14 +348,14 @@ struct FullyShard::Impl final : offload::BlockRuns, std::enable_shared_from_this
     Tensor whole = std::exchange(f.gradients, Tensor());
     if (!f.is_scaled) whole.mul_(scale());
     for (Piece& p : f.pieces) p.has_arrived = p.is_sum = false;
-    Tensor part = at::empty({f.own.numel()}, whole.options()), from = whole;
+    Tensor part = at::empty({f.rank_part.numel()}, whole.options()), from = whole;
     if (f.number == 0) f.number = ++numbers;
     if (compresses_parts()) {
       under_way.push_back({&f, {}, part, {}, compressor->begin_scatter(whole, f.number)});
       keep_buffer(std::move(whole));
       return;
     }
-    sent += static_cast<int64_t>(f.own.nbytes()) * (ranks() - 1);
+    sent += static_cast<int64_t>(f.rank_part.nbytes()) * (ranks() - 1);
     under_way.push_back(
         {&f, whole, part, start("gradients", [&] { return group->_reduce_scatter_base(part, from); }), {}});
   }
@@ -378,7 +378,7 @@ struct FullyShard::Impl final : offload::BlockRuns, std::enable_shared_from_this
       wait_for(options.replicas(), start("gradients", [&] { return options.replicas()->allreduce(parts); }),
                c10::str(kName, ": gradients of replicas"));
     }
-    first.part = first.part.to(first.flat->own.device());
+    first.part = first.part.to(first.flat->rank_part.device());
     const int64_t begin = rank() * first.part.numel();
     for (Piece& p : first.flat->pieces) {
       // an empty part begins anywhere
@@ -406,13 +406,13 @@ struct FullyShard::Impl final : offload::BlockRuns, std::enable_shared_from_this
   const GroupPtr group;
   const FullyShardOptions options;
   PartMemory parts;
-  std::string name;  // of the group
+  std::string name;  // name of the group
   std::vector<std::unique_ptr<Block>> blocks;
   std::deque<Sent> under_way;
   std::vector<Tensor> free;
   int accumulating = 0;
   int64_t received = 0, sent = 0, numbers = 0;
-  std::optional<Compressor> compressor;  // of gradients: over the replicas, or over the group without them
+  std::optional<Compressor> compressor;  // averages over the replicas, or over the group if there are none
 };
 
 FullyShard::FullyShard(GroupPtr group, const FullyShardOptions& options)
@@ -443,7 +443,8 @@ void FullyShard::present(const std::function<void()>& function, bool changed) {
     const at::NoGradGuard no_grad;
     for (const auto& b : impl_->blocks) {
       for (Flat& f : b->flats)
-        if (changed) f.own.copy_(f.memory.narrow(0, impl_->rank() * f.own.numel(), f.own.numel()));
+        if (changed)
+          f.rank_part.copy_(f.memory.narrow(0, impl_->rank() * f.rank_part.numel(), f.rank_part.numel()));
       --b->uses.count;
       impl_->leave_idle(*b);
     }
@@ -521,7 +522,7 @@ std::map<std::string, int64_t> FullyShard::statistics() const {
   int64_t parts = 0, gathered = 0;
   for (const auto& b : impl_->blocks) {
     for (const Flat& f : b->flats) {
-      parts += static_cast<int64_t>(f.own.nbytes());
+      parts += static_cast<int64_t>(f.rank_part.nbytes());
       for (const Tensor& t : {f.memory, f.gradients})
         if (t.defined()) gathered += static_cast<int64_t>(t.nbytes());
     }

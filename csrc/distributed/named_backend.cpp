@@ -136,7 +136,8 @@ NamedBackend::NamedBackend(BackendPtr backend, std::shared_ptr<Listener> listene
   pg_uid_ = backend_->getGroupUid();
   pg_desc_ = backend_->getGroupDesc();
   bound_device_id_ = backend_->getBoundDeviceId();
-  if (backend_->hasHooks()) onCompletionHook_ = [](const auto&) {};  // for hasHooks(), which is not virtual
+  if (backend_->hasHooks())
+    onCompletionHook_ = [](const auto&) {};  // makes hasHooks(), which is not virtual, return true
 }
 
 template <class Issue>
@@ -151,7 +152,7 @@ auto NamedBackend::issue(Collective collective, const Issue& call) {
     }
   } catch (const c10::DistError&) {
     fail(*listener_, collective, std::current_exception());
-  } catch (c10::Error& error) {  // of the arguments, so the other ranks are not asked
+  } catch (c10::Error& error) {  // an argument is invalid, so the other ranks are not asked
     error.add_context(listener_->rank() + collective.text());
     throw;
   } catch (const std::exception&) {
@@ -340,7 +341,7 @@ std::shared_ptr<Listener> listener_of(ProcessGroup& group) {
 namespace {
 
 std::mutex names_mutex;
-std::map<int64_t, std::weak_ptr<Listener>> listeners;  // by number
+std::map<int64_t, std::weak_ptr<Listener>> listeners;  // the listeners of this process, by number
 
 }  // namespace
 

@@ -72,13 +72,13 @@ const Nccl& nccl() {
 GroupPtr connect(const char* caller, ProcessGroup::BackendType type,
                  const c10::intrusive_ptr<c10d::Store>& store, int64_t rank, int64_t size,
                  std::chrono::milliseconds timeout, const std::string& name) {
-  const int own = static_cast<int>(rank), all = static_cast<int>(size);
+  const int int_rank = static_cast<int>(rank), int_size = static_cast<int>(size);
   const bool on_gpus = type == ProcessGroup::BackendType::NCCL;
-  auto group = c10::make_intrusive<ProcessGroup>(store, own, all);
+  auto group = c10::make_intrusive<ProcessGroup>(store, int_rank, int_size);
   const auto listener = std::make_shared<Listener>(*store, rank, size);
   try {
     const auto prefix = c10::make_intrusive<c10d::PrefixStore>(on_gpus ? "nccl" : "gloo", store);
-    auto backend = (on_gpus ? nccl().make : make_gloo)(prefix, own, all, timeout);
+    auto backend = (on_gpus ? nccl().make : make_gloo)(prefix, int_rank, int_size, timeout);
     group->setBackend(on_gpus ? c10::DeviceType::CUDA : c10::DeviceType::CPU, type,
                       c10::make_intrusive<NamedBackend>(std::move(backend), listener));
   } catch (const std::exception& error) {

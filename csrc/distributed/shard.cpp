@@ -40,8 +40,8 @@ class Bytes {
     for (int64_t at = 0; at < buffer.numel() && part_ < parts_.size();) {
       const Tensor& part = parts_[part_];
       const int64_t count = std::min(buffer.numel() - at, part.numel() - begin_);
-      Tensor mine = part.narrow(0, begin_, count), other = buffer.narrow(0, at, count);
-      from ? mine.copy_(other) : other.copy_(mine);
+      Tensor part_range = part.narrow(0, begin_, count), buffer_range = buffer.narrow(0, at, count);
+      from ? part_range.copy_(buffer_range) : buffer_range.copy_(part_range);
       at += count;
       begin_ += count;
       if (begin_ == part.numel()) {

@@ -48,8 +48,8 @@ class ReducedParts final : public optim::SplitGradients {
   };
   struct Sent {
     size_t bucket;
-    at::Tensor sum;    // of plain gradients
-    at::Tensor codes;  // of compressed ones: on the owner those of all ranks, (ranks, bytes)
+    at::Tensor sum;    // sum of plain gradients
+    at::Tensor codes;  // codes of compressed gradients; on the owner, of all ranks (ranks, bytes)
     c10::intrusive_ptr<c10d::Work> work;
   };
 
@@ -67,7 +67,7 @@ class ReducedParts final : public optim::SplitGradients {
   std::vector<Param> params_;
   std::unordered_map<c10::TensorImpl*, size_t> numbers_;
   std::vector<Bucket> buckets_;
-  std::vector<size_t> order_;  // in which buckets are sent
+  std::vector<size_t> order_;  // the order in which buckets are sent
   std::deque<Sent> under_way_;
   size_t next_ = 0;     // index in order_ of the bucket that is sent next
   size_t arrived_ = 0;  // parameters whose gradient has arrived in this backward

@@ -47,12 +47,12 @@ void AtomicFile::commit() {
 }
 
 void AtomicFile::fail(const char* what, int error) const {
-  const std::string place = caller_ + ": " + path_ + ": ";
+  const std::string where = caller_ + ": " + path_ + ": ";
   if (error == ENOSPC || error == EDQUOT) {
-    throw FileError(error, c10::str(place, "the disk is full after ", written_,
+    throw FileError(error, c10::str(where, "the disk is full after ", written_,
                                     " bytes: free some space or choose another folder"));
   }
-  throw FileError(error, c10::str(place, what, ": ", std::strerror(error)));
+  throw FileError(error, c10::str(where, what, ": ", std::strerror(error)));
 }
 
 void remove_file(const std::string& caller, const std::string& path) {
@@ -75,9 +75,9 @@ void make_folders(const std::string& caller, const std::string& path) {
     end = path.find('/', end + 1);
     const std::string part = path.substr(0, end);
     struct stat info{};
-    const bool there =
+    const bool is_folder =
         ::mkdir(part.c_str(), 0777) == 0 || (::stat(part.c_str(), &info) == 0 && S_ISDIR(info.st_mode));
-    TORCH_CHECK(there, caller, ": ", path, ": cannot make the folder: ", std::strerror(errno));
+    TORCH_CHECK(is_folder, caller, ": ", path, ": cannot make the folder: ", std::strerror(errno));
   }
 }
 

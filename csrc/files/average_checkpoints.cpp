@@ -86,10 +86,10 @@ Tensor common(const std::deque<SafetensorsFiles>& checkpoints, const std::string
   Tensor tensor = checkpoints[0].file(name).load(name);
   for (size_t i = 1; i < checkpoints.size(); ++i) {
     const SafetensorsFile& file = checkpoints[i].file(name);
-    const Tensor other = file.load(name);
+    const Tensor summand = file.load(name);
     const bool is_equal = std::equal(static_cast<const char*>(tensor.const_data_ptr()),
                                      static_cast<const char*>(tensor.const_data_ptr()) + tensor.nbytes(),
-                                     static_cast<const char*>(other.const_data_ptr()));
+                                     static_cast<const char*>(summand.const_data_ptr()));
     TORCH_CHECK_VALUE(is_equal, kAverage, ": ", file.path(), ": tensor ", quote(name),
                       ": expected the values of ", "the first checkpoint, because ", tensor.scalar_type(),
                       " cannot be averaged, received others");

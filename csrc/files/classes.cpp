@@ -22,15 +22,15 @@ struct BoundFile : torch::CustomClassHolder {
 
   // Returns for each tensor of the file, in the order of the data, a meta tensor of its shape and dtype.
   c10::Dict<std::string, at::Tensor> tensors() const {
-    c10::Dict<std::string, at::Tensor> found;
+    c10::Dict<std::string, at::Tensor> meta_tensors;
     for (const auto& entry : file.entries())
-      found.insert(entry.name, at::empty(entry.shape, at::device(at::kMeta).dtype(entry.dtype)));
-    return found;
+      meta_tensors.insert(entry.name, at::empty(entry.shape, at::device(at::kMeta).dtype(entry.dtype)));
+    return meta_tensors;
   }
   Texts metadata() const {
-    Texts found;
-    for (const auto& [key, value] : file.metadata()) found.insert(key, value);
-    return found;
+    Texts texts;
+    for (const auto& [key, value] : file.metadata()) texts.insert(key, value);
+    return texts;
   }
   at::Tensor load(const std::string& name) const { return file.load(name); }
   at::Tensor map(const std::string& name) const { return file.map(name); }
@@ -87,19 +87,20 @@ struct BoundWriter : torch::CustomClassHolder {
   static std::vector<std::string> order(const std::string& caller, const std::string& path,
                                         const std::vector<std::string>& names,
                                         const std::vector<at::Tensor>& like) {
-    std::vector<std::string> found;
+    std::vector<std::string> sorted_names;
     for (TensorInfo& info : sorted(caller, path, infos(caller, path, names, like)))
-      found.push_back(std::move(info.name));
-    return found;
+      sorted_names.push_back(std::move(info.name));
+    return sorted_names;
   }
 
  private:
   static std::vector<TensorInfo> infos(const std::string& caller, const std::string& path,
                                        const std::vector<std::string>& names,
                                        const std::vector<at::Tensor>& like) {
-    std::vector<TensorInfo> found;
-    for (size_t i = 0; i < names.size(); ++i) found.push_back(info_of(caller, path, names[i], like.at(i)));
-    return found;
+    std::vector<TensorInfo> tensor_infos;
+    for (size_t i = 0; i < names.size(); ++i)
+      tensor_infos.push_back(info_of(caller, path, names[i], like.at(i)));
+    return tensor_infos;
   }
   template <class Step>
   static int64_t guarded(const Step& step) {

@@ -51,20 +51,20 @@ void read_at(const std::string& caller, const std::string& path, int fd, void* o
   }
 }
 
-nlohmann::json parse_json(const std::string& place, const std::string& text, const KeyVisitor& visit) {
+nlohmann::json parse_json(const std::string& where, const std::string& text, const KeyVisitor& visit) {
   using Event = nlohmann::json::parse_event_t;
   int64_t values = 0;
   const auto check = [&](int depth, Event event, nlohmann::json& parsed) {
     const bool begins = event == Event::object_start || event == Event::array_start;
-    TORCH_CHECK_VALUE(!begins || depth < kDeepest, place, ": expected JSON of at most ", kDeepest,
+    TORCH_CHECK_VALUE(!begins || depth < kDeepest, where, ": expected JSON of at most ", kDeepest,
                       " nested objects and lists, received more");
     if (begins || event == Event::value) ++values;
-    TORCH_CHECK_VALUE(values <= kMost, place, ": expected JSON of at most ", kMost, " values, received more");
+    TORCH_CHECK_VALUE(values <= kMost, where, ": expected JSON of at most ", kMost, " values, received more");
     if (event == Event::key && visit) visit(depth, parsed.get_ref<const std::string&>());
     return true;
   };
   auto json = nlohmann::json::parse(text, check, /*allow_exceptions=*/false);
-  TORCH_CHECK_VALUE(!json.is_discarded(), place, ": not valid JSON in UTF-8");
+  TORCH_CHECK_VALUE(!json.is_discarded(), where, ": not valid JSON in UTF-8");
   return json;
 }
 

@@ -27,8 +27,8 @@ using KeyVisitor = std::function<void(int depth, const std::string& key)>;
 
 /// Parses JSON text from a file. Raises ValueError as soon as the text is nested too deeply or has too many
 /// values. The parsed tree takes many times the memory of the text, and code that reads the tree may recurse
-/// once per level of nesting. `place` begins the error message.
-nlohmann::json parse_json(const std::string& place, const std::string& text, const KeyVisitor& visit = {});
+/// once per level of nesting. `where` begins the error message.
+nlohmann::json parse_json(const std::string& where, const std::string& text, const KeyVisitor& visit = {});
 
 /// Reads and parses a JSON file. Raises the errors of read_text() and parse_json().
 nlohmann::json read_json(const std::string& caller, const std::string& path, int64_t most);

@@ -110,7 +110,7 @@ SHOESTRING_INLINE void multiply_unpacked(const uint16_t* a, int64_t line_stride,
     if constexpr (kTiles > 1) _tile_stored(4, below + kAmxLines, c_stride * 4);
     if constexpr (kTiles > 2) _tile_stored(5, below + 2 * kAmxLines, c_stride * 4);
   }
-  asm volatile("" : : : "memory");  // nor that they write it
+  asm volatile("" : : : "memory");  // the intrinsics do not say that they write memory
 }
 
 template <int kTiles>
@@ -133,10 +133,10 @@ void unpacked(const uint16_t* a, int64_t line_stride, int64_t lines, int64_t dep
   const auto column = [&](int64_t tile) { return b + tile / 2 * panel + tile % 2 * kAmxLines; };
   for (int64_t tile = 0; tile < tiles; tile += 3, c += 3 * kAmxLines) {
     const float* const some[3] = {column(tile), column(tile + 1), column(tile + 2)};
-    const int64_t left = tiles - tile;
-    const auto multiply = left == 1   ? multiply_unpacked_lines<1>
-                          : left == 2 ? multiply_unpacked_lines<2>
-                                      : multiply_unpacked_lines<3>;
+    const int64_t tiles_left = tiles - tile;
+    const auto multiply = tiles_left == 1   ? multiply_unpacked_lines<1>
+                          : tiles_left == 2 ? multiply_unpacked_lines<2>
+                                            : multiply_unpacked_lines<3>;
     multiply(a, line_stride, lines, depth, some, c, c_stride);
   }
 }

@@ -79,12 +79,12 @@ double measured_ratio(const LayerGroup& group) {
   }
   static auto forward = find<LinearGroupSignature>("shoestring::linear_group");
   static auto backward = find<LinearGroupBackwardSignature>("shoestring::_linear_group_backward");
-  const auto ours = [&] {
+  const auto run_own = [&] {
     const Tensor rounded = x.to(compute);
     forward.call(rounded, weights, OptionalTensors(), compute, 0);
     backward.call(upstream, rounded, weights, compute, dtype, 0, mask);
   };
-  const auto theirs = [&] {
+  const auto run_library = [&] {
     const Tensor rounded = x.to(compute);
     std::vector<Tensor> rounded_weights;
     for (const Tensor& weight : weights) {
@@ -119,17 +119,17 @@ double measured_ratio(const LayerGroup& group) {
     const Tensor weight = weights[0].to(compute), few = ones(kFew, weight.size(0), compute);
     const double flop = 2.0 * kFew * static_cast<double>(weight.numel());
     const double rate = flop / time_of([&] { at::mm(few, weight); });
-    const double own = 6.0 * static_cast<double>(tokens * group.weights()) / time_of(ours);
-    if (rate * kFarSlower < own) return 0;
+    const double own_rate = 6.0 * static_cast<double>(tokens * group.weights()) / time_of(run_own);
+    if (rate * kFarSlower < own_rate) return 0;
   }
   std::array<double, 2> least{std::numeric_limits<double>::infinity(),
                               std::numeric_limits<double>::infinity()};
   const auto start = Clock::now();
   for (int turn = 0; turn < kMostTurns && (turn < kLeastTurns || seconds_since(start) < kSeconds); ++turn) {
-    for (const bool own : {true, false}) {
+    for (const bool is_own_turn : {true, false}) {
       const auto before = Clock::now();
-      own ? ours() : theirs();
-      least[own ? 0 : 1] = std::min(least[own ? 0 : 1], seconds_since(before));
+      is_own_turn ? run_own() : run_library();
+      least[is_own_turn ? 0 : 1] = std::min(least[is_own_turn ? 0 : 1], seconds_since(before));
     }
   }
   return least[0] / least[1];
@@ -181,19 +181,19 @@ TORCH_LIBRARY_IMPL(shoestring, CompositeImplicitAutograd, m) { m.impl("_dense_li
 
 Choice choose(const LayerGroup& group) {
   static std::mutex mutex;
-  static auto& known = *new std::map<std::tuple<cpu::Capability, int, bool, LayerGroup>, double>;
+  static auto& measured = *new std::map<std::tuple<cpu::Capability, int, bool, LayerGroup>, double>;
   double seconds = 0;
   const auto capability = cpu::capability();
   const bool own = chooses_own(capability, is_amd(), group, [&] {
     const std::lock_guard lock(mutex);
-    const auto place =
+    const auto key =
         std::make_tuple(capability, at::get_num_threads(), at::globalContext().userEnabledMkldnn(), group);
-    const auto found = known.find(place);
-    if (found != known.end()) return found->second;
+    const auto found = measured.find(key);
+    if (found != measured.end()) return found->second;
     const auto start = Clock::now();
     const double ratio = measured_ratio(group);
     seconds = seconds_since(start);
-    return known.emplace(place, ratio).first->second;
+    return measured.emplace(key, ratio).first->second;
   });
   return {own, seconds};
 }

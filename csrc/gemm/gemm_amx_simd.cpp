@@ -78,10 +78,10 @@ SHOESTRING_INLINE void add_panels(const float* a, const float* b, int64_t size, 
   const char* from = next.data;
   const int64_t steps = size / kAmxLines, some = (next.cache_lines + steps - 1) / steps,
                 rows = (kPanel + steps - 1) / steps;
-  int64_t left = next.cache_lines, row = 0;
+  int64_t lines_left = next.cache_lines, row = 0;
   for (int64_t p = 0; p < size; p += kAmxLines, a += 2 * kSquareSize, b += 2 * kSquareSize) {
     add_products(a, a + kSquareSize, 2 * kSquareSize, b, kAmxLines);
-    for (int64_t k = left < some ? left : some; k > 0; --k, --left, from += 64)
+    for (int64_t k = lines_left < some ? lines_left : some; k > 0; --k, --lines_left, from += 64)
       __builtin_prefetch(from, 0, 2);
     const int64_t end = row + rows;
     if (row < before.m) output.write_rows(before, row, end < before.m ? end : before.m);
@@ -146,7 +146,7 @@ void multiply_amx(const float* a, const float* b, int64_t m, int64_t n, int64_t 
                 share = (panel / kAmxLines + inner - 1) / inner;
   const bool more = alpha == 1 && beta == 1;
   const bool in_tiles = stride == 0;
-  const int64_t tiles = (n + kPanel - 1) / kPanel;  // in a row of tiles
+  const int64_t tiles = (n + kPanel - 1) / kPanel;  // number of tiles in a row of tiles
   const Output output{in_tiles ? kPanel : stride, alpha, more ? 0 : beta, narrow,
                       narrow != nullptr && !narrow->fp16 && narrow->gain == nullptr &&
                           narrow->offset == nullptr && alpha == 1 && (more || beta == 0)};

@@ -91,8 +91,8 @@ void gemm_library(const Tensor& out, const Tensor& a, const Tensor& b, double be
 // is rounded to it once, except that the library's product of bf16 matrices is rounded to bf16.
 void multiply_into(Backend backend, bool library, at::ScalarType type, const Tensor& out, const Tensor& a,
                    const Tensor& b, double beta) {
-  const auto own = out.scalar_type();
-  if (own != type && !(own == at::kFloat && c10::elementSize(type) == 2)) {
+  const auto out_type = out.scalar_type();
+  if (out_type != type && !(out_type == at::kFloat && c10::elementSize(type) == 2)) {
     Tensor wide = beta == 0 ? at::empty(out.sizes(), out.options().dtype(type)) : out.to(type);
     multiply_into(backend, library, type, wide, a, b, beta);
     Tensor(out).copy_(wide);
@@ -116,8 +116,8 @@ bool adds_bias(const Tensor& x, const Tensor& weight) {
 // Computes x W^T + bias, or x W^T + bias + residual, for x (tokens, in_features).
 Tensor multiply_linear(Backend backend, int64_t library, at::ScalarType type, const Tensor& x,
                        const Tensor& weight, const OptionalTensor& bias, const OptionalTensor& residual) {
-  const bool own = backend == Backend::kCpu && (library & kLinearForward) == 0;
-  if (own && bias.has_value() && !residual.has_value() && adds_bias(x, weight)) {
+  const bool is_own_kernel = backend == Backend::kCpu && (library & kLinearForward) == 0;
+  if (is_own_kernel && bias.has_value() && !residual.has_value() && adds_bias(x, weight)) {
     const Tensor result = at::empty({x.size(0), weight.size(0)}, x.options());
     gemm_sum(product_type(x), result, {{x, weight.t()}}, {}, bias->to(at::kFloat).contiguous());
     return result;

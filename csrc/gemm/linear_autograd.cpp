@@ -45,23 +45,23 @@ Tensor rows_of(const Tensor& x) { return x.reshape_symint({-1, x.sym_size(-1)});
 // has this function as its grad_fn, and double backward reaches x through it.
 class Linear : public torch::autograd::Function<Linear> {
  public:
-  // given: all weights, then all biases that are defined, then the residual if any. biased: for each layer,
+  // tensors: all weights, then all biases that are defined, then the residual if any. biased: for each layer,
   // whether it has a bias.
-  static variable_list forward(AutogradContext* ctx, const Tensor& x, at::TensorList given,
+  static variable_list forward(AutogradContext* ctx, const Tensor& x, at::TensorList tensors,
                                std::vector<bool> biased, bool has_residual, at::ScalarType type,
                                int64_t library) {
     at::AutoDispatchBelowADInplaceOrView below;
     const size_t count = biased.size();
-    const at::TensorList weights = given.slice(0, count);
+    const at::TensorList weights = tensors.slice(0, count);
     OptionalTensors biases;
     size_t next = count;
-    for (const bool has : biased) biases.push_back(has ? OptionalTensor(given[next++]) : std::nullopt);
+    for (const bool has : biased) biases.push_back(has ? OptionalTensor(tensors[next++]) : std::nullopt);
     const bool by_weight =
         std::any_of(weights.begin(), weights.end(), [](auto& w) { return w.requires_grad(); });
     const Tensor rounded = by_weight && x.scalar_type() != type ? x.to(type) : x;
     variable_list outputs =
         has_residual
-            ? variable_list{call_linear(rounded, weights[0], biases.get(0), given.back(), type, library)}
+            ? variable_list{call_linear(rounded, weights[0], biases.get(0), tensors.back(), type, library)}
             : call_linear_group(rounded, weights, biases, type, library);
 
     Saved saved{by_weight ? rounded : Tensor(), x.requires_grad(), type, x.scalar_type(), library};
@@ -69,7 +69,7 @@ class Linear : public torch::autograd::Function<Linear> {
       const OptionalTensor bias = biases.get(i);
       saved.layers.push_back({weights[i], weights[i].requires_grad(), as_added(bias)});
     }
-    if (has_residual) saved.residual = as_added(given.back());
+    if (has_residual) saved.residual = as_added(tensors.back());
     saved.count = static_cast<int64_t>(count);
     save_fields(ctx, saved);
     ctx->set_materialize_grads(false);
@@ -81,31 +81,31 @@ class Linear : public torch::autograd::Function<Linear> {
     const auto saved = saved_fields<Saved>(ctx);
     const size_t count = saved.layers.size();
     const at::TensorList upstream(grads.data(), count);
-    const LinearMask wanted = saved.wanted(upstream);
-    const bool any = wanted.x || std::any_of(wanted.weights.begin(), wanted.weights.end(), std::identity());
-    LinearGradients made(count);
+    const LinearMask mask = saved.mask(upstream);
+    const bool any = mask.x || std::any_of(mask.weights.begin(), mask.weights.end(), std::identity());
+    LinearGradients results(count);
     if (any && at::GradMode::is_enabled()) {
-      made = differentiable(saved, upstream, wanted);
+      results = differentiable(saved, upstream, mask);
     } else if (any) {
       at::AutoDispatchBelowADInplaceOrView below;
-      made = saved.gradients(upstream, wanted);
+      results = saved.gradients(upstream, mask);
     }
     // the gradient of the rounded x, which only double backward gives
     if (grads.size() > count && grads[count].defined() && saved.wants_x) {
       const Tensor more = grads[count].to(saved.x_type);
-      made.x = made.x.defined() ? made.x + more : more;
+      results.x = results.x.defined() ? results.x + more : more;
     }
-    // One gradient for each argument of forward: x, each tensor in `given`, and four arguments that have
+    // One gradient for each argument of forward: x, each tensor in `tensors`, and four arguments that have
     // none.
     variable_list gradients;
-    made.append_to(gradients);
+    results.append_to(gradients);
     for (size_t i = 0; i < count; ++i) {
       const Added& bias = saved.layers[i].bias;
-      if (bias.given)
+      if (bias.is_defined)
         gradients.push_back(bias.wants(upstream[i]) ? sum_to_bias(upstream[i], bias.type) : Tensor());
     }
     const Added& residual = saved.residual;
-    if (residual.given)
+    if (residual.is_defined)
       gradients.push_back(residual.wants(upstream[0]) ? upstream[0].to(residual.type) : Tensor());
     gradients.resize(gradients.size() + 4);
     return gradients;
@@ -114,10 +114,10 @@ class Linear : public torch::autograd::Function<Linear> {
  private:
   // A bias or residual that is added to the product.
   struct Added {
-    bool given = false, wanted = false;
+    bool is_defined = false, needs_grad = false;
     at::ScalarType type = at::kFloat;
 
-    bool wants(const Tensor& upstream) const { return wanted && upstream.defined(); }
+    bool wants(const Tensor& upstream) const { return needs_grad && upstream.defined(); }
   };
 
   static Added as_added(const OptionalTensor& t) {
@@ -142,55 +142,57 @@ class Linear : public torch::autograd::Function<Linear> {
     template <class Self, class Visitor>
     static void fields(Self& self, Visitor& visit) {
       visit.each(self.x, self.wants_x, self.type, self.x_type, self.library, self.count);
-      visit.each(self.residual.given, self.residual.wanted, self.residual.type);
+      visit.each(self.residual.is_defined, self.residual.needs_grad, self.residual.type);
       if constexpr (!std::is_const_v<Self>) self.layers.resize(self.count);
       for (auto& layer : self.layers) {
-        visit.each(layer.weight, layer.wants_weight, layer.bias.given, layer.bias.wanted, layer.bias.type);
+        visit.each(layer.weight, layer.wants_weight, layer.bias.is_defined, layer.bias.needs_grad,
+                   layer.bias.type);
       }
     }
 
     // Returns which products backward needs. A layer whose output the loss does not depend on gives no
     // gradient.
-    LinearMask wanted(at::TensorList upstream) const {
-      LinearMask mask(layers.size());
+    LinearMask mask(at::TensorList upstream) const {
+      LinearMask needed(layers.size());
       for (size_t i = 0; i < layers.size(); ++i) {
-        mask.x = mask.x || (wants_x && upstream[i].defined());
-        mask.weights[i] = layers[i].wants_weight && upstream[i].defined();
+        needed.x = needed.x || (wants_x && upstream[i].defined());
+        needed.weights[i] = layers[i].wants_weight && upstream[i].defined();
       }
-      return mask;
+      return needed;
     }
 
     // Calls the backward operator.
-    LinearGradients gradients(at::TensorList upstream, const LinearMask& wanted) const {
-      OptionalTensors given;
-      for (const Tensor& g : upstream) given.push_back(as_optional(g));
+    LinearGradients gradients(at::TensorList upstream, const LinearMask& needed) const {
+      OptionalTensors grads;
+      for (const Tensor& g : upstream) grads.push_back(as_optional(g));
       variable_list weights;
       for (const SavedLayer& layer : layers) weights.push_back(layer.weight);
       c10::List<bool> mask;
-      wanted.append_to(mask);
+      needed.append_to(mask);
       static auto op = find<LinearGroupBackwardSignature>("shoestring::_linear_group_backward");
-      auto made = LinearGradients::from(op.call(given, as_optional(x), weights, type, x_type, library, mask));
-      if (!wanted.x) made.x = Tensor();
+      auto results =
+          LinearGradients::from(op.call(grads, as_optional(x), weights, type, x_type, library, mask));
+      if (!needed.x) results.x = Tensor();
       for (size_t i = 0; i < layers.size(); ++i) {
-        if (!wanted.weights[i]) made.weights[i] = Tensor();
+        if (!needed.weights[i]) results.weights[i] = Tensor();
       }
-      return made;
+      return results;
     }
   };
 
   // Computes the gradients of x and of the weights by operations of PyTorch, which autograd records.
   static LinearGradients differentiable(const Saved& saved, at::TensorList upstream,
-                                        const LinearMask& wanted) {
+                                        const LinearMask& needed) {
     LinearGradients gradients(saved.layers.size());
     for (size_t i = 0; i < saved.layers.size(); ++i) {
       if (!upstream[i].defined()) continue;
       const Tensor& weight = saved.layers[i].weight;
       const Tensor grad = upstream[i].to(saved.type);
-      if (wanted.x) {
+      if (needed.x) {
         const Tensor more = at::matmul(grad, weight.to(saved.type)).to(saved.x_type);
         gradients.x = gradients.x.defined() ? gradients.x + more : more;
       }
-      if (wanted.weights[i]) {
+      if (needed.weights[i]) {
         gradients.weights[i] = at::mm(rows_of(grad).t(), rows_of(saved.x)).to(weight.scalar_type());
       }
     }
@@ -200,15 +202,15 @@ class Linear : public torch::autograd::Function<Linear> {
 
 variable_list apply_linear(const Tensor& x, at::TensorList weights, const OptionalTensors& biases,
                            const OptionalTensor& residual, OptionalType dtype, int64_t library) {
-  variable_list given(weights.begin(), weights.end());
+  variable_list tensors(weights.begin(), weights.end());
   std::vector<bool> biased(weights.size(), false);
   for (size_t i = 0; i < biases.size(); ++i) {
     const OptionalTensor bias = biases.get(i);
     biased[i] = bias.has_value();
-    if (bias.has_value()) given.push_back(*bias);
+    if (bias.has_value()) tensors.push_back(*bias);
   }
-  if (residual.has_value()) given.push_back(*residual);
-  variable_list outputs = Linear::apply(x, at::TensorList(given), biased, residual.has_value(),
+  if (residual.has_value()) tensors.push_back(*residual);
+  variable_list outputs = Linear::apply(x, at::TensorList(tensors), biased, residual.has_value(),
                                         dtype.value_or(x.scalar_type()), library);
   outputs.resize(weights.size());  // drops the rounded x
   return outputs;

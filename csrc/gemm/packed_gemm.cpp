@@ -130,8 +130,8 @@ class Scratch {
  public:
   explicit Scratch(int64_t count) : buffer_(take(count)) {}
   ~Scratch() {
-    const std::lock_guard lock(kept().mutex);
-    auto& buffers = kept().buffers;
+    const std::lock_guard lock(spare().mutex);
+    auto& buffers = spare().buffers;
     size_t bytes = buffer_.nbytes();
     for (const Tensor& t : buffers) bytes += t.nbytes();
     if (bytes <= kKept) buffers.push_back(std::move(buffer_));
@@ -143,23 +143,24 @@ class Scratch {
 
  private:
   static constexpr size_t kKept = size_t{2} * kSharedBytes;
-  struct Kept {
+  struct SpareBuffers {
     std::mutex mutex;
     std::vector<Tensor> buffers;
   };
-  static Kept& kept() {
-    static auto& all = *new Kept;  // never destroyed, because a thread may multiply while the process ends
+  static SpareBuffers& spare() {
+    static auto& all =
+        *new SpareBuffers;  // never destroyed, because a thread may multiply while the process ends
     return all;
   }
   static Tensor take(int64_t count) {
     {
-      const std::lock_guard lock(kept().mutex);
-      auto& buffers = kept().buffers;
+      const std::lock_guard lock(spare().mutex);
+      auto& buffers = spare().buffers;
       const auto fits = [&](const Tensor& t) { return t.numel() >= count; };
-      const auto found = std::find_if(buffers.begin(), buffers.end(), fits);
-      if (found != buffers.end()) {
-        const Tensor buffer = std::move(*found);
-        buffers.erase(found);
+      const auto large_enough = std::find_if(buffers.begin(), buffers.end(), fits);
+      if (large_enough != buffers.end()) {
+        const Tensor buffer = std::move(*large_enough);
+        buffers.erase(large_enough);
         return buffer;
       }
       buffers.clear();  // no kept buffer is large enough, so all of them are freed
@@ -321,18 +322,20 @@ void multiply(const kernels::GemmProduct& product, const Result& out, const std:
   const int64_t size = own_size + sum_size + computed;
   const Scratch for_all(shared_size), for_one(threads * size);
   float* all = for_all.data();
-  const auto mine = [&] { return for_one.data() + at::get_thread_num() * size; };
+  const auto scratch_of_thread = [&] { return for_one.data() + at::get_thread_num() * size; };
 
   for (const Round& round : rounds) {
     at::parallel_for(0, shared.panels, parts_of(shared.panels, threads), [&](int64_t first, int64_t last) {
       for (const Piece& piece : round.pieces) {
         const Side& side = piece.sides->shared();
         side.pack(first, last, piece.begin, piece.depth,
-                  all + piece.shared_at + first * side.packed(piece.depth), mine() + own_size + sum_size);
+                  all + piece.shared_at + first * side.packed(piece.depth),
+                  scratch_of_thread() + own_size + sum_size);
       }
     });
     // Computes the lines of the own panels [first, last) and of the shared panels [from, to).
-    const auto compute = [&](int64_t first, int64_t last, int64_t from, int64_t to, bool pack, float* mine) {
+    const auto compute = [&](int64_t first, int64_t last, int64_t from, int64_t to, bool pack,
+                             float* scratch) {
       const int64_t own_line = first * own.width,
                     own_lines = std::min(last * own.width, own.lines) - own_line;
       const int64_t line = from * shared.width, lines = std::min(to * shared.width, shared.lines) - line;
@@ -340,7 +343,7 @@ void multiply(const kernels::GemmProduct& product, const Result& out, const std:
       const int64_t rows = share_a ? lines : own_lines, columns = share_a ? own_lines : lines;
       const bool wide = out.wide != nullptr;
       const int64_t stride = wide ? out.narrow.stride : sum_stride;
-      float* c = wide ? out.wide + row * stride + column : mine + own_size;
+      float* c = wide ? out.wide + row * stride + column : scratch + own_size;
       if (!wide && beta != 0) {
         tiles ? out.read_tiles(product, row, column, rows, columns, c)
               : out.read(row, column, rows, columns, c, stride);
@@ -348,12 +351,13 @@ void multiply(const kernels::GemmProduct& product, const Result& out, const std:
       const kernels::GemmNarrow rounded = out.part(row, column);
       for (const Piece& piece : round.pieces) {
         const Side& side = piece.sides->own();
-        float* packed = mine + (group < part ? block * piece.own_at : 0);
-        if (pack) side.pack(first, last, piece.begin, piece.depth, packed, mine + own_size + sum_size);
-        const float* theirs = all + piece.shared_at + from * piece.sides->shared().packed(piece.depth);
+        float* packed = scratch + (group < part ? block * piece.own_at : 0);
+        if (pack) side.pack(first, last, piece.begin, piece.depth, packed, scratch + own_size + sum_size);
+        const float* shared_panels = all + piece.shared_at + from * piece.sides->shared().packed(piece.depth);
         const bool begins = &piece == &rounds[0].pieces[0], ends = !wide && &piece == last_piece;
-        product.multiply(share_a ? theirs : packed, share_a ? packed : theirs, rows, columns, piece.depth, c,
-                         stride, alpha, begins ? beta : 1, ends ? &rounded : nullptr, !share_a);
+        product.multiply(share_a ? shared_panels : packed, share_a ? packed : shared_panels, rows, columns,
+                         piece.depth, c, stride, alpha, begins ? beta : 1, ends ? &rounded : nullptr,
+                         !share_a);
       }
     };
     const int64_t tasks = blocks * parts;
@@ -363,7 +367,8 @@ void multiply(const kernels::GemmProduct& product, const Result& out, const std:
         const int64_t start = std::min(task % parts * part, shared.panels),
                       stop = std::min(start + part, shared.panels);
         for (int64_t from = start; from < stop; from += group) {
-          compute(first, last, from, std::min(from + group, stop), from == start || group == part, mine());
+          compute(first, last, from, std::min(from + group, stop), from == start || group == part,
+                  scratch_of_thread());
         }
       }
     });
@@ -376,8 +381,8 @@ int64_t gemm_workspace(at::ScalarType type) {
   // A thread that divides the shared panels into groups keeps its own panels of a whole round. It has at most
   // a third as many panels as the shared side.
   const bool groups = type == at::kBFloat16 && cpu::gemm_amx().in_groups;
-  const int64_t own = groups ? kSharedBytes / 3 : kBlockBytes;
-  return kSharedBytes + at::get_num_threads() * (own + kResultBytes + kComputedBytes);
+  const int64_t own_bytes = groups ? kSharedBytes / 3 : kBlockBytes;
+  return kSharedBytes + at::get_num_threads() * (own_bytes + kResultBytes + kComputedBytes);
 }
 
 void multiply_packed(const kernels::GemmProduct& product, const Tensor& out, c10::ArrayRef<Term> terms,

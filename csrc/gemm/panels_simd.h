@@ -62,6 +62,7 @@ struct Two {
   }
 };
 
+// Returns the numbers of the lanes: 0, 1, 2 and so on.
 SHOESTRING_INLINE I32 lanes() {
   I32 v;
   for (int i = 0; i < kLanes; ++i) v[i] = i;
@@ -187,6 +188,7 @@ void transpose(const typename Element::Type* source, int64_t lines, int64_t dept
   }
 }
 
+// Packs a matrix of `lines` x `depth` elements into panels of `width` lines. The strides are in elements.
 template <class Packed, class Element>
 void pack(const typename Element::Type* source, int64_t lines, int64_t depth, int64_t line_stride,
           int64_t depth_stride, int64_t width, float* out) {

@@ -21,6 +21,7 @@ struct alignas(64) TileShapes {
   uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 
+// A kernel calls start_tiles() before its first tile instruction, and stop_tiles() after its last one.
 SHOESTRING_INLINE void start_tiles() {
   const TileShapes config;
   asm volatile("ldtilecfg %0" : : "m"(config));  // GCC 12's intrinsic reads only the first eight bytes
@@ -43,6 +44,7 @@ SHOESTRING_INLINE void add_square_products(const float* a, const float* below, c
   _tile_dpbf16ps(3, 5, 7);
 }
 
+// The sums are in the tiles 0 to 3. `stride` is the distance in fp32 values between rows of c.
 SHOESTRING_INLINE void zero_sums() {
   _tile_zero(0);
   _tile_zero(1);
@@ -61,7 +63,7 @@ SHOESTRING_INLINE void store_sums(float* c, int64_t stride) {
   _tile_stored(1, c + kSquare, stride * 4);
   _tile_stored(2, c + kSquare * stride, stride * 4);
   _tile_stored(3, c + kSquare * stride + kSquare, stride * 4);
-  asm volatile("" : : : "memory");  // nor that they write it
+  asm volatile("" : : : "memory");  // the intrinsics do not say that they write memory
 }
 
 }  // namespace shoestring::cpu::SHOESTRING_CAPABILITY

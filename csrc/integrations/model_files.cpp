@@ -120,7 +120,7 @@ class Plan {
   // files contain none of these names. Raises if they store different values, of which the tensor could keep
   // one alone.
   bool add(const std::vector<Slot>& names) {
-    std::optional<Step> found;
+    std::optional<Step> added;
     for (const Slot& slot : names) {
       Step step{slot, {}, false, at::kFloat, options_.device().value_or(slot.device())};
       if (slot.linear != nullptr || slot.layer != nullptr) {
@@ -139,20 +139,20 @@ class Plan {
         step.quantize = slot.layer != nullptr ||
                         (slot.linear != nullptr && names.size() == 1 && options_.quantize() != "none" &&
                          !lora::matches(slot.layer_name(), options_.skip()));
-        const auto own = files_.entry(slot.name).dtype;
-        step.dtype = at::isFloatingType(own) ? options_.dtype().value_or(own) : own;
+        const auto file_dtype = files_.entry(slot.name).dtype;
+        step.dtype = at::isFloatingType(file_dtype) ? options_.dtype().value_or(file_dtype) : file_dtype;
         taken_.insert(slot.name);
       } else {
         continue;
       }
-      TORCH_CHECK_VALUE(!found || same(*found, step), "load_model: ", files_.file(slot.name).path(), ": ",
-                        quote(slot.name), ": expected the values of ", quote(found->slot.name),
+      TORCH_CHECK_VALUE(!added || same(*added, step), "load_model: ", files_.file(slot.name).path(), ": ",
+                        quote(slot.name), ": expected the values of ", quote(added->slot.name),
                         ", whose tensor the module uses for both, received others. Build the module with a "
                         "tensor for each of the two");
-      if (!found) found = step;
+      if (!added) added = step;
     }
-    if (found) steps_.push_back(*found);
-    return found.has_value();
+    if (added) steps_.push_back(*added);
+    return added.has_value();
   }
 
   // Returns whether the files store the same values under two names.

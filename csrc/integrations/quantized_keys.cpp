@@ -43,9 +43,9 @@ void require(const files::SafetensorsFiles& files, const std::string& weight, co
              at::ScalarType dtype, int64_t count) {
   if (!files.contains(name)) refuse(files, weight, "expected ", quote(name), " beside it, received none");
   const auto& entry = files.entry(name);
-  const int64_t found = (entry.end - entry.begin) / static_cast<int64_t>(c10::elementSize(entry.dtype));
-  if (entry.dtype != dtype || found != count) {
-    refuse(files, name, "expected ", count, " elements of ", dtype, ", received ", found, " of ",
+  const int64_t received = (entry.end - entry.begin) / static_cast<int64_t>(c10::elementSize(entry.dtype));
+  if (entry.dtype != dtype || received != count) {
+    refuse(files, name, "expected ", count, " elements of ", dtype, ", received ", received, " of ",
            entry.dtype);
   }
 }
@@ -60,8 +60,8 @@ Json read_state(const files::SafetensorsFiles& files, const std::string& name) {
   }
   const Tensor text = files.file(name).load(name);
   const auto* begin = text.const_data_ptr<uint8_t>();
-  const std::string place = "load_model: " + files.file(name).path() + ": " + quote(name);
-  Json state = files::parse_json(place + ": expected JSON with quant_type, blocksize, dtype and shape",
+  const std::string where = "load_model: " + files.file(name).path() + ": " + quote(name);
+  Json state = files::parse_json(where + ": expected JSON with quant_type, blocksize, dtype and shape",
                                  std::string(begin, begin + text.numel()));
   const auto has = [&](const char* field, bool (Json::*is)() const noexcept) {
     return state.is_object() && state.contains(field) && (state[field].*is)();

@@ -34,6 +34,7 @@ struct QuantizedParts {
 std::optional<QuantizedKeys> find_quantized(const files::SafetensorsFiles& files, const std::string& prefix,
                                             int64_t out_features, int64_t in_features);
 
+/// Reads the tensors that find_quantized() has found.
 QuantizedParts read_quantized(const files::SafetensorsFiles& files, const std::string& prefix,
                               const QuantizedKeys& keys);
 

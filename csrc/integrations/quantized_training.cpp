@@ -20,7 +20,7 @@ std::vector<std::string> prepare_quantized(torch::nn::Module& module,
   }
   lora::check_matched("prepare_quantized: target_modules", options.target_modules(), known);
   lora::check_matched("prepare_quantized: skip", options.skip(), known);
-  std::vector<std::pair<std::string, AdaptableLinearImpl*>> found;
+  std::vector<std::pair<std::string, AdaptableLinearImpl*>> dense_layers;
   for (const auto& [name, each] : lora::modules(module)) {
     auto* layer = dynamic_cast<AdaptableLinearImpl*>(each);
     const bool all = options.target_modules().empty();
@@ -30,18 +30,18 @@ std::vector<std::string> prepare_quantized(torch::nn::Module& module,
                       ": target_modules: expected shoestring::nn::AdaptableLinear layers, received ", name,
                       ", a ", each->name(), "; declare it as one of these");
     if (all && layer->is_fake_quantized()) continue;
-    const char* const other = layer->is_quantized()        ? "quantised"
-                              : layer->has_adapter()       ? "adapted"
-                              : layer->is_fake_quantized() ? "prepared already"
-                                                           : nullptr;
-    TORCH_CHECK_VALUE(other == nullptr, kOp, ": module: expected dense layers without adapters, received ",
-                      name, ", which is ", other, "; name it in skip");
-    found.emplace_back(name, layer);
+    const char* const kind = layer->is_quantized()        ? "quantised"
+                             : layer->has_adapter()       ? "adapted"
+                             : layer->is_fake_quantized() ? "prepared already"
+                                                          : nullptr;
+    TORCH_CHECK_VALUE(kind == nullptr, kOp, ": module: expected dense layers without adapters, received ",
+                      name, ", which is ", kind, "; name it in skip");
+    dense_layers.emplace_back(name, layer);
   }
-  TORCH_CHECK_VALUE(!found.empty(), kOp,
+  TORCH_CHECK_VALUE(!dense_layers.empty(), kOp,
                     ": module: expected shoestring::nn::AdaptableLinear layers, received none");
   std::vector<std::string> names;
-  for (const auto& [name, layer] : found) {
+  for (const auto& [name, layer] : dense_layers) {
     layer->fake_quantize(form, options.double_quant());
     names.push_back(name);
   }

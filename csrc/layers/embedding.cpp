@@ -121,11 +121,11 @@ void write_embedding_gradient(const Tensor& grad, const SortedIds& sorted, bool 
     std::vector<Sum> room(features);
     int64_t empty = begin;  // the rows from `empty` up to r have no ids, and are not written yet
     for (int64_t r = begin; r < end; ++r) {
-      const int64_t place = sorted.first[r], count = sorted.first[r + 1] - place;
+      const int64_t offset = sorted.first[r], count = sorted.first[r + 1] - offset;
       if (count == 0) continue;
       std::memset(to + empty * features, 0, (r - empty) * bytes);
       empty = r + 1;
-      add_rows<T, Sum>(from, sorted.order.data() + place, count, features,
+      add_rows<T, Sum>(from, sorted.order.data() + offset, count, features,
                        by_frequency ? Sum{1} / static_cast<Sum>(count) : Sum{1}, room.data(),
                        to + r * features);
     }

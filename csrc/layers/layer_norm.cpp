@@ -79,8 +79,8 @@ LayerNormResults layer_norm_backward_meta(const Tensor& grad, const OptionalTens
                                           const OptionalTensor& weight, const OptionalTensor& bias,
                                           const Tensor& mean, const Tensor& rstd, bool weight_grad,
                                           bool bias_grad, bool rounded_x) {
-  const auto like = [&](bool wanted, const OptionalTensor& t) {
-    return wanted ? at::empty_symint(t->sym_sizes(), t->options()) : at::empty({0}, x.options());
+  const auto like = [&](bool is_requested, const OptionalTensor& t) {
+    return is_requested ? at::empty_symint(t->sym_sizes(), t->options()) : at::empty({0}, x.options());
   };
   return {at::empty_symint(x.sym_sizes(), x.options()), like(weight_grad, weight), like(bias_grad, bias),
           rounded_x ? at::empty_symint(x.sym_sizes(), grad.options()) : at::empty({0}, grad.options())};
@@ -188,7 +188,7 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
   m.def(R"(add_layer_norm(Tensor x, Tensor residual, Tensor? weight=None, Tensor? bias=None, *,
       float eps, ScalarType? out_dtype=None) -> (Tensor y, Tensor sum))");
   // _layer_norm_forward and _layer_norm_backward compute layer_norm and add_layer_norm and their gradients.
-  // As for RMSNorm, sum is empty if there is no residual, grad_sum is the upstream gradient of sum, and
+  // As in RMSNorm, sum is empty if there is no residual, grad_sum is the upstream gradient of sum, and
   // rounded_grad_x is grad_x in the dtype of grad_y if rounded_x is true.
   m.def(R"(_layer_norm_forward(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias,
       float eps, ScalarType? out_dtype=None) -> (Tensor y, Tensor sum, Tensor mean, Tensor rstd))");

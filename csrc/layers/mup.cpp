@@ -38,9 +38,9 @@ struct Roles {
   }
 
   MupSizes sizes() const {
-    MupSizes found;
-    for (const MupRole& role : roles) found.emplace(role.name, role.sizes);
-    return found;
+    MupSizes sizes_by_name;
+    for (const MupRole& role : roles) sizes_by_name.emplace(role.name, role.sizes);
+    return sizes_by_name;
   }
 
  private:
@@ -58,15 +58,15 @@ struct Roles {
   }
 };
 
-std::vector<MupGroup> grouped(const Roles& own, const std::vector<MupScale>& scales) {
+std::vector<MupGroup> grouped(const Roles& module_roles, const std::vector<MupScale>& scales) {
   std::vector<MupGroup> groups;
   for (const MupScale& scale : scales) {
     auto group = std::find_if(groups.begin(), groups.end(), [&](const MupGroup& g) {
       return g.kind == scale.kind && g.lr_multiplier == scale.lr && g.std_multiplier == scale.deviation;
     });
     if (group == groups.end()) group = groups.insert(group, {scale.kind, scale.lr, scale.deviation, {}, {}});
-    group->names.push_back(own.roles[scale.role].name);
-    group->params.push_back(own.tensors[scale.role]);
+    group->names.push_back(module_roles.roles[scale.role].name);
+    group->params.push_back(module_roles.tensors[scale.role]);
   }
   return groups;
 }
@@ -79,28 +79,32 @@ double deviation_of(const Tensor& t) {
 
 std::vector<MupGroup> mup_groups(const torch::nn::Module& module, const torch::nn::Module& base,
                                  const MupOptions& options) {
-  const Roles own(module);
-  return grouped(own, mup_scales(own.roles, Roles(base).sizes(), options));
+  const Roles module_roles(module);
+  return grouped(module_roles, mup_scales(module_roles.roles, Roles(base).sizes(), options));
 }
 
 std::vector<MupGroup> mup_groups_by_size(const torch::nn::Module& module,
                                          const std::map<int64_t, int64_t>& base_widths,
                                          const MupOptions& options) {
-  const Roles own(module);
-  return grouped(own, mup_scales(own.roles, sizes_by_width(base_widths, own.roles, "base_widths"), options));
+  const Roles module_roles(module);
+  return grouped(module_roles,
+                 mup_scales(module_roles.roles,
+                            sizes_by_width(base_widths, module_roles.roles, "base_widths"), options));
 }
 
 void mup_(torch::nn::Module& module, const torch::nn::Module& base, const MupOptions& options) {
   const at::NoGradGuard no_grad;
-  const Roles own(module), other(base);
+  const Roles module_roles(module), base_roles(base);
   std::map<std::string, Tensor> base_tensors;
-  for (size_t i = 0; i < other.roles.size(); ++i) base_tensors.emplace(other.roles[i].name, other.tensors[i]);
-  for (const MupScale& scale : mup_scales(own.roles, other.sizes(), options)) {
+  for (size_t i = 0; i < base_roles.roles.size(); ++i)
+    base_tensors.emplace(base_roles.roles[i].name, base_roles.tensors[i]);
+  for (const MupScale& scale : mup_scales(module_roles.roles, base_roles.sizes(), options)) {
     if (scale.kind != "hidden" && scale.kind != "output") continue;
-    Tensor tensor = own.tensors[scale.role];
+    Tensor tensor = module_roles.tensors[scale.role];
     const double before = deviation_of(tensor);
-    const double wanted = deviation_of(base_tensors.at(own.roles[scale.role].name)) * scale.deviation;
-    if (before > 0) tensor.mul_(wanted / before);
+    const double target =
+        deviation_of(base_tensors.at(module_roles.roles[scale.role].name)) * scale.deviation;
+    if (before > 0) tensor.mul_(target / before);
   }
 }
 

@@ -91,8 +91,8 @@ MupSizes sizes_by_width(const std::map<int64_t, int64_t>& widths, const std::vec
   }
   MupSizes base;
   for (const MupRole& role : roles) {
-    std::vector<int64_t>& own = base[role.name] = role.sizes;
-    for (int64_t& size : own) {
+    std::vector<int64_t>& role_sizes = base[role.name] = role.sizes;
+    for (int64_t& size : role_sizes) {
       const auto found = widths.find(size);
       if (found != widths.end()) size = found->second;
     }
@@ -111,15 +111,15 @@ std::vector<MupScale> mup_scales(const std::vector<MupRole>& roles, const MupSiz
     const auto sizes = base.find(role.name);
     TORCH_CHECK_VALUE(sizes != base.end(), kMup, ": base: expected a parameter ", role.name,
                       ", received none");
-    const Ratios own = ratios_of(role, ratios_of_dimensions(role, sizes->second), options);
-    const auto [entry, is_new] = seen.try_emplace(role.tensor, &role, own);
+    const Ratios ratios = ratios_of(role, ratios_of_dimensions(role, sizes->second), options);
+    const auto [entry, is_new] = seen.try_emplace(role.tensor, &role, ratios);
     const auto& [first, before] = entry->second;
-    TORCH_CHECK_VALUE(before == own, kMup, ": ", role.name, ": expected one role, received that of \"",
-                      before.kind(), "\" (", first->name, ") and of \"", own.kind(),
+    TORCH_CHECK_VALUE(before == ratios, kMup, ": ", role.name, ": expected one role, received that of \"",
+                      before.kind(), "\" (", first->name, ") and of \"", ratios.kind(),
                       "\". Untie the weights.");
     if (is_new)
-      scales.push_back(
-          {static_cast<int64_t>(i), own.kind(), own.lr(options.optimizer() == "sgd"), own.deviation()});
+      scales.push_back({static_cast<int64_t>(i), ratios.kind(), ratios.lr(options.optimizer() == "sgd"),
+                        ratios.deviation()});
   }
   return scales;
 }

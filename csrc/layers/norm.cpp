@@ -144,11 +144,11 @@ std::pair<Tensor, Tensor> backward_cpu(const Norm& problem, kernels::NormBackwar
   // bias's gradient. A part of more than kShort rows has another set of these sums, for its latest kShort
   // rows.
   const int64_t width = problem.centred ? 2 * features : features, room = each <= kShort ? width : 2 * width;
-  const Tensor found = at::empty({parts, room}, x.options().dtype(at::kFloat));
+  const Tensor part_sums = at::empty({parts, room}, x.options().dtype(at::kFloat));
   at::parallel_for(0, parts, std::max<int64_t>(1, grain(x, 3) / each), [&](int64_t first, int64_t last) {
     for (int64_t part = first; part < last; ++part) {
       const int64_t end = std::min(rows, (part + 1) * each);
-      float *sums = floats(found) + part * room, *few_sums = sums + room - width;
+      float *sums = floats(part_sums) + part * room, *few_sums = sums + room - width;
       std::fill_n(sums, room, 0.f);
       for (int64_t row = part * each; row < end; row += kShort) {
         kernels::NormBackward few = io;
@@ -162,12 +162,12 @@ std::pair<Tensor, Tensor> backward_cpu(const Norm& problem, kernels::NormBackwar
     }
   });
   at::parallel_for(0, width, std::max<int64_t>(64, kSums / parts), [&](int64_t begin, int64_t end) {
-    cpu::norm().sum_rows(floats(found), parts, room, begin, end, floats(found));
+    cpu::norm().sum_rows(floats(part_sums), parts, room, begin, end, floats(part_sums));
   });
-  const auto total = [&](bool wanted, int64_t first) {
-    if (!wanted) return Tensor();
+  const auto total = [&](bool is_requested, int64_t first) {
+    if (!is_requested) return Tensor();
     Tensor out = at::empty({features}, x.options().dtype(problem.wide_weight ? at::kFloat : x.scalar_type()));
-    k.restore(floats(found) + first, problem, out.mutable_data_ptr());
+    k.restore(floats(part_sums) + first, problem, out.mutable_data_ptr());
     return out;
   };
   return {total(weight_grad, 0), total(bias_grad, features)};
@@ -180,8 +180,8 @@ std::pair<Tensor, Tensor> backward_cuda(const Norm& problem, kernels::NormBackwa
   const int64_t rows = rows_of(x), features = problem.features;
   const bool sums = weight_grad || bias_grad;
   const int64_t parts = sums ? std::min((rows + kRowsEach - 1) / kRowsEach, kGroups) : rows;
-  const auto room_for = [&](bool wanted) {
-    return wanted ? at::empty({parts, features}, x.options().dtype(at::kFloat)) : Tensor();
+  const auto room_for = [&](bool is_requested) {
+    return is_requested ? at::empty({parts, features}, x.options().dtype(at::kFloat)) : Tensor();
   };
   const Tensor to_weight = room_for(weight_grad), to_bias = room_for(bias_grad);
   io.weight = address(vectors.weight);
@@ -304,8 +304,8 @@ Backward backward(Backend backend, const char* op, const Tensor& grad, const Opt
   const Vectors vectors = vectors_of(x, weight, std::nullopt);
   Backward result{like(source), {}, {}, rounded_x && !cuda ? like(source, grad.scalar_type()) : Tensor()};
   if (x.numel() == 0) {
-    const auto none = [&](bool wanted, auto type) {
-      return wanted ? at::zeros({features_of(x)}, x.options().dtype(type())) : Tensor();
+    const auto none = [&](bool is_requested, auto type) {
+      return is_requested ? at::zeros({features_of(x)}, x.options().dtype(type())) : Tensor();
     };
     result.weight = none(weight_grad, [&] { return weight->scalar_type(); });
     result.bias = none(bias.has_value(), [&] { return *bias; });

@@ -43,6 +43,7 @@ struct Forward {
   // row, fp64 if x is fp64, else fp32. mean is undefined for rms_norm.
   Tensor y, sum, mean, rstd;
 };
+/// Computes the norm of x, or of x + residual.
 Forward forward(Backend backend, const char* op, const Tensor& x, const OptionalTensor& residual,
                 const OptionalTensor& weight, const OptionalTensor& bias, const Options& options);
 

@@ -71,23 +71,23 @@ RopeProblem::RopeProblem(Backend backend, const RopeCall& call, const OptionalTe
   rope.eps = static_cast<float>(call.eps);
   rope.offset = static_cast<float>(call.offset);
   const OptionalTensor weights[] = {call.q_weight, call.k_weight};
-  const auto own = [&](const OptionalTensor& t) {
+  const auto has_call_dtype = [&](const OptionalTensor& t) {
     return !t.has_value() || t->scalar_type() == call.q.scalar_type();
   };
-  rope.wide_weight =
-      backend == Backend::kCpu || !own(weights[0]) || !own(weights[1]) || call.q.scalar_type() == at::kFloat;
+  rope.wide_weight = backend == Backend::kCpu || !has_call_dtype(weights[0]) || !has_call_dtype(weights[1]) ||
+                     call.q.scalar_type() == at::kFloat;
   for (int side = 0; side < 2; ++side) {
     kernels::RopeHeads& of = rope.sides[side];
-    const Tensor given = dense_heads(side == 0 ? call.q : call.k);
-    of.heads = given.size(1);
+    const Tensor dense = dense_heads(side == 0 ? call.q : call.k);
+    of.heads = dense.size(1);
     if (inputs == nullptr) {
-      of.x = keep(given);
-      of.x_strides = strides_of(given);
-      outs[side] = in_huge_pages(empty_rotated(given));
+      of.x = keep(dense);
+      of.x_strides = strides_of(dense);
+      outs[side] = in_huge_pages(empty_rotated(dense));
     } else {
-      of.grad = keep(given);
-      of.grad_strides = strides_of(given);
-      outs[side] = in_huge_pages(empty_rotary_heads(given));
+      of.grad = keep(dense);
+      of.grad_strides = strides_of(dense);
+      outs[side] = in_huge_pages(empty_rotary_heads(dense));
       if (inputs[side].has_value()) {
         const Tensor x = dense_heads(*inputs[side]);
         of.x = keep(x);
@@ -203,14 +203,14 @@ Tensor run_rope_backward_kernel(Backend backend, const RopeCall& call, const Rop
     return {};
   }
   const int64_t each = (all + kRopeParts - 1) / kRopeParts, parts = (all + each - 1) / each;
-  const Tensor found = at::zeros({parts, 2, p.rope.head_dim}, wide);
+  const Tensor part_sums = at::zeros({parts, 2, p.rope.head_dim}, wide);
   at::parallel_for(0, parts, 1, [&](int64_t first, int64_t last) {
     for (int64_t part = first; part < last; ++part) {
       run(p.rope, part * each, std::min(all, (part + 1) * each),
-          found.mutable_data_ptr<float>() + part * 2 * p.rope.head_dim);
+          part_sums.mutable_data_ptr<float>() + part * 2 * p.rope.head_dim);
     }
   });
-  return found.sum(0);
+  return part_sums.sum(0);
 }
 
 template <Backend backend>

@@ -24,6 +24,7 @@ struct RopeCall {
 /// they are used.
 void check_rope(const RopeCall& call);
 
+/// Returns the number of elements of a head that are rotated: all of them unless rotary_dim is given.
 inline int64_t rotary_dim_of(const RopeCall& call) { return call.rotary_dim.value_or(call.q.size(-1)); }
 
 /// Returns an uninitialised tensor for the rotated x. It has x's strides if the elements within a head of x

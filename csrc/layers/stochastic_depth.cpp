@@ -47,10 +47,10 @@ std::vector<int64_t> kept_rows(int64_t seed, int64_t step, int64_t layer, double
   if (count < drawn.size()) {
     std::nth_element(drawn.begin(), drawn.begin() + static_cast<int64_t>(count), drawn.end());
   }
-  std::vector<int64_t> kept(count);
-  for (size_t i = 0; i < count; ++i) kept[i] = drawn[i].second;
-  std::sort(kept.begin(), kept.end());
-  return kept;
+  std::vector<int64_t> row_indices(count);
+  for (size_t i = 0; i < count; ++i) row_indices[i] = drawn[i].second;
+  std::sort(row_indices.begin(), row_indices.end());
+  return row_indices;
 }
 
 // Returns the kept rows on the device of x. The copy from pinned memory does not wait for the device.
@@ -64,11 +64,11 @@ Tensor stochastic_depth_rows(int64_t seed, int64_t step, int64_t layer, double p
                     ": layer: expected a number in [0, 2^32), received ", layer);
   TORCH_CHECK_VALUE(rows < int64_t{1} << 32, kStochasticDepthOp,
                     ": x: expected fewer than 2^32 rows, received ", rows);
-  const std::vector<int64_t> kept = kept_rows(seed, step, layer, p, rows);
+  const std::vector<int64_t> row_indices = kept_rows(seed, step, layer, p, rows);
   const bool asynchronous = is_asynchronous(device);
-  Tensor on_host = at::empty({static_cast<int64_t>(kept.size())},
+  Tensor on_host = at::empty({static_cast<int64_t>(row_indices.size())},
                              at::TensorOptions(at::kLong).pinned_memory(asynchronous));
-  std::copy(kept.begin(), kept.end(), on_host.mutable_data_ptr<int64_t>());
+  std::copy(row_indices.begin(), row_indices.end(), on_host.mutable_data_ptr<int64_t>());
   return asynchronous ? on_host.to(device, /*non_blocking=*/true) : on_host.to(device);
 }
 
@@ -115,12 +115,13 @@ Tensor stochastic_depth(const std::function<Tensor(const Tensor&)>& fn, const Te
                     "stochastic_depth: x: expected at least one dimension with mode \"row\", received 0");
   const int64_t rows = by_row ? x.size(0) : 1;
   const double p = o.training() ? o.p() : 0;
-  const Tensor kept = layers::stochastic_depth_rows(o.seed(), o.step(), o.layer(), p, rows, x.device());
-  if (p > 0 && kept.numel() == 0) return x.clone();
-  if (kept.numel() == rows) return x.add(layers::branch_of(fn, x), 1 / (1 - p));
-  const Tensor branch = layers::branch_of(fn, layers::selected_rows(x, kept));
+  const Tensor row_indices =
+      layers::stochastic_depth_rows(o.seed(), o.step(), o.layer(), p, rows, x.device());
+  if (p > 0 && row_indices.numel() == 0) return x.clone();
+  if (row_indices.numel() == rows) return x.add(layers::branch_of(fn, x), 1 / (1 - p));
+  const Tensor branch = layers::branch_of(fn, layers::selected_rows(x, row_indices));
   // index_add, out of place, would not keep the memory format.
-  return x.clone().index_add_(0, kept, branch, 1 / (1 - p));
+  return x.clone().index_add_(0, row_indices, branch, 1 / (1 - p));
 }
 
 double stochastic_depth_rate(int64_t layer, int64_t layers, double p) {

@@ -11,6 +11,7 @@ namespace shoestring::offload {
 /// How activations are encoded in host memory.
 enum class Compression { kNone, kBfloat16, k8bit };
 
+/// Returns the compression of a name; raises for other names. `op` begins the error message.
 Compression compression_of(const char* op, const std::string& name);
 
 /// Returns whether elements of `dtype` take fewer bytes when they are encoded with `compression`.
@@ -27,6 +28,7 @@ struct Encoding {
   std::vector<EncodedPart> parts;
   int64_t bytes = 0;
 };
+/// Returns where the parts of `count` encoded elements are.
 Encoding encoding_of(Compression compression, int64_t count, at::ScalarType dtype);
 
 /// encode() writes the encoding of the flat tensor `elements` to `host`, which has encoding.bytes bytes.

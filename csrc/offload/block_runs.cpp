@@ -35,7 +35,8 @@ void empty_storage(c10::StorageImpl& storage, const std::string& error, at::Data
   storage.release_data_and_set_meta_custom_data_ptr_error_msg_(error);
 }
 
-// Ends runs of this thread that an exception has ended. In a backward pass, the forward around it goes on.
+// Drops the runs of this thread that an exception has ended. In a backward pass, drops only runs of that
+// pass: the forward around it may still be running.
 void BlockRuns::end_vanished() {
   const int pass = torch::autograd::get_current_graph_task_id();
   for (size_t i = runs_.size(); i-- > 0;) {
@@ -88,7 +89,8 @@ void BlockRuns::enter(int64_t index, const std::vector<at::Tensor>& inputs, bool
     prefetch(0, 1);
   }
   if (!at::GradMode::is_enabled()) return;
-  // Backward computes the gradient of the first input last. The hooks of a leaf would stay with it.
+  // Backward of the block ends with the gradient of its first input. A leaf gets no hook, since the leaf
+  // outlives the pass and would keep the hook.
   const auto first = std::find_if(inputs.begin(), inputs.end(), [](auto& x) { return x.requires_grad(); });
   if (first == inputs.end() || first->is_leaf()) return;
   if (output_of_ >= 0 && output_.lock().get() == first->unsafeGetTensorImpl()) {
@@ -138,7 +140,7 @@ void BlockRuns::begin_backward(int64_t index) {
     ~End() {
       try {
         close(/*failed=*/true);
-      } catch (...) {  // in a forked child, or an error after that of backward
+      } catch (...) {  // a forked child, or a second error after that of backward
       }
     }
   };

@@ -19,6 +19,7 @@ struct Disturbance {
   bool short_transfers = false;
   bool reserves = true;  // if false, reserve() fails as if the file system could not reserve blocks
 };
+/// Sets the faults of all later transfers.
 SHOESTRING_API void disturb(const Disturbance& disturbance);
 
 /// Returns the random delay of the next copy, read or write in microseconds; 0 outside of tests.

@@ -25,8 +25,8 @@ std::optional<std::string> folder_of(const std::string& place) {
   return place.substr(kDisk.size());
 }
 
-MappedExtent::MappedExtent(const std::string& caller, std::shared_ptr<SwapFile> own, int64_t bytes)
-    : file(std::move(own)), size(bytes) {
+MappedExtent::MappedExtent(const std::string& caller, std::shared_ptr<SwapFile> swap_file, int64_t bytes)
+    : file(std::move(swap_file)), size(bytes) {
   const int64_t before = file->size();
   offset = file->allocate(size);
   constexpr int kAccess = PROT_READ | PROT_WRITE;
@@ -55,7 +55,7 @@ MappedExtent::~MappedExtent() {
 // The addresses of the memory that tensors have at present.
 struct FileMemory::Mapped {
   std::mutex mutex;
-  std::map<uintptr_t, uintptr_t> ends;  // by begin
+  std::map<uintptr_t, uintptr_t> ends;  // the end of each range, by its begin
 };
 
 FileMemory::FileMemory(std::string caller, const std::string& folder)

@@ -31,14 +31,13 @@ struct SHOESTRING_API MappedExtent {
 
   const std::shared_ptr<SwapFile> file;
   const int64_t size;
-  int64_t offset = 0;  // in the file
+  int64_t offset = 0;  // position in the file
   void* memory = nullptr;
 };
 
-/// Memory of the CPU for tensors that have to stay usable, but not in memory: it lies in a file without a
-/// name. If memory is short, the kernel writes pages that have changed to the file, and takes them back; it
-/// reads them again when something uses them. Space on the disk is reserved at once. A disk that fails to
-/// read a page ends the process (SIGBUS).
+/// Memory of CPU tensors that is mapped from a file without a name, so that it need not stay in RAM. If RAM
+/// is short, the kernel writes changed pages to the file and frees them. It reads a page again at its next
+/// use. Space on the disk is reserved at once. A disk that fails to read a page ends the process (SIGBUS).
 class SHOESTRING_API FileMemory : public torch::CustomClassHolder {
  public:
   /// Errors begin with `caller`. `folder` must exist.

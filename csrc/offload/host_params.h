@@ -35,7 +35,7 @@ class SHOESTRING_API HostParams : public torch::CustomClassHolder {
   void receive();
 
  private:
-  struct Own {
+  struct ParamState {
     bool has_gradient = false;
     FencePtr fetched, sent;
     uint32_t version = 0;  // version counter of the parameter when it last equalled its host copy
@@ -43,11 +43,11 @@ class SHOESTRING_API HostParams : public torch::CustomClassHolder {
     bool is_new = true;
   };
   std::vector<Tensor> slab(const std::vector<Tensor>& like);
-  static void mark(Own& own, const Tensor& param);
+  static void mark(ParamState& state, const Tensor& param);
 
   const c10::intrusive_ptr<Offload> offload_;
   std::vector<Tensor> weights_, gradients_;
-  std::vector<Own> own_;
+  std::vector<ParamState> states_;
 };
 
 }  // namespace shoestring::offload

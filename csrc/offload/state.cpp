@@ -99,15 +99,15 @@ int64_t State::bytes(const std::vector<at::ScalarType>& dtypes, const std::vecto
 }
 
 std::vector<int64_t> State::chunks(int64_t first, int64_t last) const {
-  std::vector<int64_t> found;
+  std::vector<int64_t> numbers;
   for (int64_t i = first; i < last; ++i) {
     const int64_t end = begins_[static_cast<size_t>(i)] + blocks_[static_cast<size_t>(i)];
     int64_t chunk = chunk_of(begins_[static_cast<size_t>(i)]);
     do {
-      if (found.empty() || found.back() < chunk) found.push_back(chunk);
+      if (numbers.empty() || numbers.back() < chunk) numbers.push_back(chunk);
     } while (edges_[static_cast<size_t>(++chunk)] < end);
   }
-  return found;
+  return numbers;
 }
 
 // Returns the index of the chunk that contains `block`. For a parameter without blocks, `block` is where the

@@ -146,9 +146,9 @@ SwapFile::Ticket SwapFile::submit(Transfer transfer) {
               ": expected an extent within ", size_, " bytes, received ", transfer.size, " at ",
               transfer.offset);
   const Ticket ticket = next_++;
-  Transfer& own = *(transfers_[ticket] = std::make_unique<Transfer>(transfer));
+  Transfer& submitted = *(transfers_[ticket] = std::make_unique<Transfer>(transfer));
   lock.unlock();
-  engine_->submit(own);
+  engine_->submit(submitted);
   return ticket;
 }
 

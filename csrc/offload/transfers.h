@@ -46,6 +46,7 @@ class Engine {
 
 /// Returns an io_uring engine, or null if this build or this Linux kernel has no io_uring.
 ProcessOwned<Engine> io_uring_engine(int fd, int64_t alignment, Engine::Finished finished);
+/// Returns an engine whose threads read and write, for systems without io_uring.
 ProcessOwned<Engine> thread_engine(int fd, int64_t alignment, Engine::Finished finished);
 
 }  // namespace shoestring::offload::io

@@ -114,11 +114,11 @@ void WeightStoreCore::add(const std::string& name, const std::vector<at::Tensor>
       b->watched.push_back(watch_weight(t, tensors == &trained));
       const auto size = static_cast<int64_t>(t.storage().nbytes());
       if (size == 0 || has_storage(*b, t.storage())) continue;
-      for (const auto& other : blocks) {
-        TORCH_CHECK(!has_storage(*other, t.storage()), kOffloadWeights, ": ", name,
+      for (const auto& other_block : blocks) {
+        TORCH_CHECK(!has_storage(*other_block, t.storage()), kOffloadWeights, ": ", name,
                     ": expected weights of its own, received one "
                     "that ",
-                    other->name, " has, too");
+                    other_block->name, " has, too");
       }
       b->pieces.push_back({t.storage(), b->size, size});
       b->size = at::round_up(b->size + size, kAlignment);
@@ -194,15 +194,15 @@ void WeightStoreCore::place(WeightBlock& b, const at::Tensor* memory) {
     empty_storage(storage, error,
                   b.row != 0 ? pointer_to_source(weak_from_this(), device) : at::DataPtr(nullptr, device));
   }
-  b.here = memory != nullptr;
+  b.is_here = memory != nullptr;
 }
 
 // Starts to bring a block's weights, after all blocks that nobody uses have begun to leave.
 void WeightStoreCore::begin_in(WeightBlock& b) {
   const at::NoGradGuard no_grad;
   const c10::OptionalDeviceGuard guard(device);
-  for (const auto& other : blocks) {
-    if (other.get() != &b && other->uses.none()) evict(*other);
+  for (const auto& other_block : blocks) {
+    if (other_block.get() != &b && other_block->uses.none()) evict(*other_block);
   }
   release_retired();
   if (b.leaving.defined()) {
@@ -252,7 +252,7 @@ void WeightStoreCore::fetch(int64_t index) {
 }
 
 void WeightStoreCore::fetch(WeightBlock& b) {
-  if (b.stays || b.here) return;
+  if (b.stays || b.is_here) return;
   if (!b.memory.defined()) begin_in(b);
   try {
     if (b.in) b.in->block(current_stream(device));
@@ -277,7 +277,7 @@ void WeightStoreCore::forget(WeightBlock& b) {
     if (b.in) b.in->block(current_stream(device));
   } catch (...) {
   }
-  if (b.here) place(b, nullptr);
+  if (b.is_here) place(b, nullptr);
   if (b.staging.defined()) retired.emplace_back(std::move(b.staging), b.in);
   b.memory = b.staging = at::Tensor();
   b.in = nullptr;
@@ -350,7 +350,7 @@ void WeightStoreCore::ended(int64_t index) {
 
 // Called when nobody uses a block any more. Its memory may stay for the next use, but nobody can reach it.
 void WeightStoreCore::unused(WeightBlock& b) {
-  if (b.stays || !b.here) return;
+  if (b.stays || !b.is_here) return;
   for (WatchedWeight& w : b.watched) {
     const auto tensor = w.tensor.lock();
     if (tensor == nullptr || tensor->is_inference()) continue;

@@ -54,12 +54,12 @@ struct WeightBlock {
   bool stays = false;             // whether the weights never leave
   at::Tensor home;                // the weights in host memory, unless there is a file
   int64_t at = -1;                // the offset of the weights in the file
-  Checksums sums;                 // of the bytes in the file
+  Checksums sums;                 // checksums of the bytes in the file
 
-  at::Tensor memory;   // on the device, from the start of a copy to it until the weights have left
-  at::Tensor staging;  // host memory between file and device
-  FencePtr in;         // the copy to `memory`
-  bool here = false;   // whether the storages point into `memory`
+  at::Tensor memory;     // on the device, from the start of a copy to it until the weights have left
+  at::Tensor staging;    // host memory between file and device
+  FencePtr in;           // the copy to `memory`
+  bool is_here = false;  // whether the storages point into `memory`
 
   int64_t changed = 0;  // bytes from the start that differ from those away
   at::Tensor leaving;   // the former `memory`, while it is written
@@ -133,12 +133,13 @@ struct WeightStoreCore final : RowSource, BlockRuns, std::enable_shared_from_thi
   WeightBlock& table_of(const at::Tensor& weight);
   Arrival start_rows(WeightBlock& b, int64_t first, int64_t count);
   void end_rows(Arrival& a);
-  void read_rows(WeightBlock& b, const int64_t* place, int64_t count, uint8_t* to);
+  void read_rows(WeightBlock& b, const int64_t* row_indices, int64_t count, uint8_t* to);
 
   // C++ destroys these members first, and each destructor waits for its copies.
   CopyLane reading, in, out;
 };
 
+/// Returns a record of the version of a weight, by which later changes are noticed.
 WatchedWeight watch_weight(const at::Tensor& weight, bool is_trained);
 // Whether a storage is one of a block.
 bool has_storage(const WeightBlock& b, const c10::Storage& storage);

@@ -31,9 +31,9 @@ void WeightStoreCore::add_table(const std::string& name, const at::Tensor& weigh
               kOffloadWeights, ": ", name,
               ": expected a contiguous weight (rows, columns) with a storage of its own, received ",
               weight.sizes(), " in a storage of ", size, " bytes");
-  for (const auto& other : blocks) {
-    TORCH_CHECK(!has_storage(*other, weight.storage()), kOffloadWeights, ": ", name,
-                ": expected a weight of its own, received one that ", other->name, " has, too");
+  for (const auto& other_block : blocks) {
+    TORCH_CHECK(!has_storage(*other_block, weight.storage()), kOffloadWeights, ": ", name,
+                ": expected a weight of its own, received one that ", other_block->name, " has, too");
   }
   auto b = std::make_shared<WeightBlock>();
   b->name = name;
@@ -92,8 +92,8 @@ void WeightStoreCore::for_each(const at::Tensor& weight, int64_t step, const Bod
   WeightBlock& b = table_of(weight);
   const int64_t rows = weight.size(0);
   const auto count_from = [&](int64_t first) {
-    const int64_t left = rows - first;
-    return left < step + kLeast ? left : step;
+    const int64_t rows_left = rows - first;
+    return rows_left < step + kLeast ? rows_left : step;
   };
   Arrival now, next = start_rows(b, 0, count_from(0));
   try {
@@ -140,19 +140,19 @@ at::Tensor WeightStoreCore::embedding(const at::Tensor& weight, const at::Tensor
     b = &table_of(weight);
   }
   const at::Tensor places = indices.to(c10::kCPU, at::kLong).contiguous();
-  const auto* place = places.const_data_ptr<int64_t>();
+  const auto* row_indices = places.const_data_ptr<int64_t>();
   const int64_t count = places.numel();
   for (int64_t i = 0; i < count; ++i) {
-    TORCH_CHECK_INDEX(place[i] >= 0 && place[i] < weight.size(0), kOffloadWeights, ": ", b->name,
-                      ": expected indices in [0, ", weight.size(0), "), received ", place[i]);
+    TORCH_CHECK_INDEX(row_indices[i] >= 0 && row_indices[i] < weight.size(0), kOffloadWeights, ": ", b->name,
+                      ": expected indices in [0, ", weight.size(0), "), received ", row_indices[i]);
   }
   const at::Tensor out = at::empty({count * b->row}, at::kByte);
   auto* const to = out.mutable_data_ptr<uint8_t>();
   if (file) {
-    read_rows(*b, place, count, to);
+    read_rows(*b, row_indices, count, to);
   } else {
     const auto* from = b->home.const_data_ptr<uint8_t>();
-    for (int64_t i = 0; i < count; ++i) std::memcpy(to + i * b->row, from + place[i] * b->row, b->row);
+    for (int64_t i = 0; i < count; ++i) std::memcpy(to + i * b->row, from + row_indices[i] * b->row, b->row);
   }
   auto shape = indices.sizes().vec();
   shape.push_back(weight.size(1));
@@ -160,7 +160,7 @@ at::Tensor WeightStoreCore::embedding(const at::Tensor& weight, const at::Tensor
 }
 
 // Reads rows of a table from the file, many at a time, each with the pages around it.
-void WeightStoreCore::read_rows(WeightBlock& b, const int64_t* place, int64_t count, uint8_t* to) {
+void WeightStoreCore::read_rows(WeightBlock& b, const int64_t* row_indices, int64_t count, uint8_t* to) {
   const int64_t slot = at::round_up(b.row, kPage) + kPage;
   const at::Tensor pages = host.empty({std::min(count, kRowsAtATime) * slot}, at::kByte);
   auto* const memory = pages.mutable_data_ptr<uint8_t>();
@@ -168,12 +168,12 @@ void WeightStoreCore::read_rows(WeightBlock& b, const int64_t* place, int64_t co
     const int64_t some = std::min(kRowsAtATime, count - begin);
     std::vector<SwapFile::Ticket> tickets;
     for (int64_t i = 0; i < some; ++i) {
-      const int64_t at = place[begin + i] * b.row, page = at / kPage * kPage;
+      const int64_t at = row_indices[begin + i] * b.row, page = at / kPage * kPage;
       tickets.push_back(file->read(b.at + page, memory + i * slot, at::round_up(at + b.row, kPage) - page));
     }
     std::exception_ptr error;
     for (int64_t i = 0; i < some; ++i) {
-      const int64_t at = place[begin + i] * b.row;
+      const int64_t at = row_indices[begin + i] * b.row;
       const uint8_t* const row = memory + i * slot + at % kPage;
       try {
         file->wait(tickets[static_cast<size_t>(i)]);

@@ -96,8 +96,8 @@ class BaseWeight {
   int64_t rows_ = 0, columns_ = 0, step_ = 0;
   at::Tensor dense_;
   std::shared_ptr<RowSource> source_;                      // null unless dense_ is away
-  at::ScalarType panel_type_ = at::ScalarType::Undefined;  // of a dense panel before it is converted
-  at::TensorOptions product_;                              // of a panel
+  at::ScalarType panel_type_ = at::ScalarType::Undefined;  // dtype of a dense panel before it is converted
+  at::TensorOptions product_;                              // dtype and device of a panel
   std::optional<QuantizedMatrix> quantized_;
 };
 

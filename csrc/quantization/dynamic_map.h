@@ -53,6 +53,7 @@ constexpr double power_of_ten(int e) {
   return p;
 }
 
+/// Computes the map of 8-bit codes for signed or for non-negative values.
 constexpr DynamicMap make_dynamic_map(bool is_signed) {
   DynamicMap map{};
   const int first = is_signed ? 0 : 1;  // position of the highest set bit in the counts of the lowest decade

@@ -144,11 +144,11 @@ Tensor fake_double_quant(Backend backend, const Tensor& x, c10::string_view quan
 }
 
 template <Backend backend>
-Tensor run_fake_quantize(const Tensor& given, c10::string_view quant_type, std::optional<int64_t> block_size,
+Tensor run_fake_quantize(const Tensor& input, c10::string_view quant_type, std::optional<int64_t> block_size,
                          bool double_quant) {
-  const int64_t block = check_fake_quantize(given, quant_type, block_size, double_quant).expect_int();
-  const c10::OptionalDeviceGuard guard(given.device());
-  const Tensor x = given.contiguous();
+  const int64_t block = check_fake_quantize(input, quant_type, block_size, double_quant).expect_int();
+  const c10::OptionalDeviceGuard guard(input.device());
+  const Tensor x = input.contiguous();
   if (double_quant) return fake_double_quant(backend, x, quant_type, block);
   Tensor out = in_huge_pages(at::empty(x.sizes(), x.options()));
   if (out.numel() == 0) return out;

@@ -18,8 +18,8 @@ struct ScaleColumnsTable {
   // `out` is bf16.
   Function<float, uint16_t> float_to_bf16;
   Function<uint16_t, uint16_t> bf16_to_bf16, fp16_to_bf16;
-  // As above, with bf16 instructions. They may be called if gemm::multiplies_bf16(), and are null pointers in
-  // builds without AVX-512.
+  // The same functions with bf16 instructions. They may be called if gemm::multiplies_bf16(), and are null
+  // pointers in builds without AVX-512.
   Function<float, uint16_t> float_by_units;
   Function<uint16_t, uint16_t> bf16_by_units, fp16_by_units;
 };

@@ -112,35 +112,35 @@ void complete(MemoryAdvice& a, std::optional<int64_t> needed, const std::string&
 
 std::string sentences(const MemoryAdvice& a, bool python) {
   const int64_t room = a.total - (a.weights + a.gradients + a.state);
-  std::string said = c10::str("The device has ", gib(a.total), ". A step holds weights ", gib(a.weights),
+  std::string text = c10::str("The device has ", gib(a.total), ". A step holds weights ", gib(a.weights),
                               ", gradients ", gib(a.gradients), ", optimizer state ", gib(a.state),
                               a.has_state ? "" : " (as AdamW in 8 bits would have)");
   if (a.activations) {
-    said += c10::str(", and needed at least ", gib(*a.activations), " of activations");
-    if (a.batch_size) said += c10::str(" for ", *a.batch_size, " rows");
+    text += c10::str(", and needed at least ", gib(*a.activations), " of activations");
+    if (a.batch_size) text += c10::str(" for ", *a.batch_size, " rows");
   }
   if (a.fitting) {
-    said +=
+    text +=
         c10::str(". A micro-batch of ", *a.fitting, " rows would have fitted; accumulate() adds up several");
   }
   if (a.activations && room > 0 && room < *a.activations) {
-    said += python ? c10::str(". So would checkpoint_model(model, memory_budget=", room, ")")
+    text += python ? c10::str(". So would checkpoint_model(model, memory_budget=", room, ")")
                    : c10::str(". So would plan_sequential() with a budget of ", room, " bytes");
   }
   const auto small = static_cast<int64_t>(kSmallState * static_cast<double>(a.parameters));
   if (a.has_state && static_cast<double>(a.state) > 1.5 * static_cast<double>(small)) {
-    said += c10::str(". An optimizer of shoestring",
+    text += c10::str(". An optimizer of shoestring",
                      python ? "." : "::", "optim with 8-bit state would save ", gib(a.state - small));
   }
   if (a.has_state && a.state > 0) {
-    said += c10::str(". ", python ? "offload=\"cpu\"" : "set_offload(\"cpu\")", " would take ", gib(a.state),
+    text += c10::str(". ", python ? "offload=\"cpu\"" : "set_offload(\"cpu\")", " would take ", gib(a.state),
                      " of state off the device");
   }
   if (room <= 0 && a.weights > a.total / 4) {
-    said += c10::str(". ", python ? "offload_weights(model)" : "OffloadWeights",
+    text += c10::str(". ", python ? "offload_weights(model)" : "OffloadWeights",
                      " keeps all blocks but two elsewhere, and adapters need no gradients of weights");
   }
-  return said + ".";
+  return text + ".";
 }
 
 }  // namespace shoestring::runs

@@ -21,7 +21,7 @@ class BatchSizes {
   const std::vector<BatchTrial>& trials() const { return trials_; }
 
  private:
-  int64_t unit_, smallest_, most_;  // in units, which have unit_ rows
+  int64_t unit_, smallest_, most_;  // unit_ in rows, the others in units
   std::vector<BatchTrial> trials_;
 };
 

@@ -53,7 +53,7 @@ class Peak {
     allocator->resetPeakStats(device_.index());
     before_ = allocated(allocator->getDeviceStats(device_.index())).current;
   }
-  int64_t taken() const {
+  int64_t bytes_taken() const {
     if (!is_asynchronous(device_)) return status("VmHWM:") - before_;
     return allocated(at::getDeviceAllocator(device_.type())->getDeviceStats(device_.index())).peak - before_;
   }
@@ -94,10 +94,10 @@ MemoryAdvice advice_on(const std::vector<Tensor>& tensors, c10::Device device,
   advice.batch_size = options.batch_size();
   std::optional<int64_t> needed = options.needed();
   if (is_asynchronous(device)) {
-    const c10::Device own = with_index(device);
-    auto* allocator = at::getDeviceAllocator(own.type());
-    advice.total = static_cast<int64_t>(allocator->getMemoryInfo(own.index()).second);
-    if (!needed) needed = allocated(allocator->getDeviceStats(own.index())).peak;
+    const c10::Device indexed = with_index(device);
+    auto* allocator = at::getDeviceAllocator(indexed.type());
+    advice.total = static_cast<int64_t>(allocator->getMemoryInfo(indexed.index()).second);
+    if (!needed) needed = allocated(allocator->getDeviceStats(indexed.index())).peak;
   } else {
     advice.total = spare_memory().total;
   }
@@ -128,7 +128,7 @@ BatchSizeSearch find_batch_size(const std::function<void(int64_t)>& step, Traini
       try {
         step(*rows);
         step(*rows);
-        trial.bytes = peak.taken();
+        trial.bytes = peak.bytes_taken();
         trial.fits = trial.bytes <= limit;
       } catch (const std::bad_alloc&) {
       } catch (const c10::Error& error) {

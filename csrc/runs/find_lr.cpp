@@ -17,7 +17,7 @@ constexpr double kRise = 3;         // a smoothed loss this many times above the
 
 /// Returns the exponential average of the losses, without a bias to 0, up to the first one that diverges.
 std::vector<double> smoothed(const std::vector<double>& losses) {
-  std::vector<double> found;
+  std::vector<double> averages;
   double sum = 0, weight = 0, least = INFINITY;
   for (const double loss : losses) {
     sum = kSmoothing * sum + (1 - kSmoothing) * loss;
@@ -25,9 +25,9 @@ std::vector<double> smoothed(const std::vector<double>& losses) {
     const double value = sum / weight;
     if (!std::isfinite(value) || value - least > kRise * std::fabs(least)) break;
     least = std::min(least, value);
-    found.push_back(value);
+    averages.push_back(value);
   }
-  return found;
+  return averages;
 }
 
 void expect_finding(bool good, const char* argument, const std::string& expected,

@@ -81,7 +81,7 @@ class IdleClock {
 
  private:
   c10::Event record() {
-    c10::Event event(device_.type(), c10::EventFlag::BACKEND_DEFAULT);  // with timing
+    c10::Event event(device_.type(), c10::EventFlag::BACKEND_DEFAULT);  // this flag turns timing on
     event.record(guard_.getStream(device_));
     return event;
   }

@@ -19,7 +19,7 @@ namespace {
 
 char* c_text(const std::string& text) { return ::strdup(text.c_str()); }
 
-// A report is its JSON in one line, and its table.
+// Returns a report as text: its JSON in one line, then its table.
 char* c_report(const MonitorReport& report) { return c_text(report.json() + "\n" + report.table()); }
 
 }  // namespace

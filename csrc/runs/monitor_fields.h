@@ -9,6 +9,7 @@ namespace shoestring::runs {
 /// How the value of a long interval follows from the values of its parts.
 enum class Merge { kLast, kSum, kPeak };
 
+/// Call visit(name, member, merge) for each field of a GPU or of a sample.
 template <class Visit>
 void visit_gpu_fields(const Visit& visit) {
   visit("busy_seconds", &MonitorGpu::busy_seconds, Merge::kSum);

@@ -57,7 +57,7 @@ std::string of_process(pid_t pid, const char* name) { return "/proc/" + std::to_
 
 struct ProcStat {
   int parent = 0;
-  double faults = 0, ticks = 0;  // with those of children that have ended
+  double faults = 0, ticks = 0;  // including those of children that have ended
 };
 
 ProcStat proc_stat(pid_t pid) {
@@ -91,7 +91,7 @@ double page_bytes() {
 
 // Returns the path of a process within the hierarchy of a controller, or "" if there is none.
 std::string cgroup_path(pid_t pid, const std::string& controller) {
-  const std::string text = proc_content(of_process(pid, "cgroup")), wanted = "," + controller + ",";
+  const std::string text = proc_content(of_process(pid, "cgroup")), listed = "," + controller + ",";
   for (size_t at = 0; at < text.size();) {
     const size_t end = std::min(text.find('\n', at), text.size());
     const std::string line = text.substr(at, end - at);
@@ -99,7 +99,7 @@ std::string cgroup_path(pid_t pid, const std::string& controller) {
     if (second != std::string::npos) {
       std::string names = ",";
       names.append(line, first + 1, second - first - 1).append(",");
-      if (names.find(wanted) != std::string::npos) return line.substr(second + 1);
+      if (names.find(listed) != std::string::npos) return line.substr(second + 1);
     }
     at = end + 1;
   }
@@ -162,8 +162,8 @@ void ProcReader::find_tree() {
   // Parents of processes outside of the tree do not change, so they are read once.
   std::unordered_map<pid_t, pid_t> parents;
   each_number("/proc", [&](pid_t pid) {
-    const auto known = parents_.find(pid);
-    parents[pid] = known != parents_.end() ? known->second : proc_stat(pid).parent;
+    const auto former = parents_.find(pid);
+    parents[pid] = former != parents_.end() ? former->second : proc_stat(pid).parent;
   });
   parents_ = std::move(parents);
   tree_.assign(1, root_);

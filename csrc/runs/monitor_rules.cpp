@@ -62,22 +62,22 @@ Found data_rule(const Facts& f) {
 
 Found memory_rule(const Facts& f) {
   if (f.machine.memory <= 0) return {};
-  const double used = f.total.machine_memory_peak / f.machine.memory;
+  const double used_share = f.total.machine_memory_peak / f.machine.memory;
   const double swapped = f.per_second(f.total.swapped_bytes);
   const bool swaps = swapped > 1e6;
-  if (!swaps && used < 0.95) return {};
+  if (!swaps && used_share < 0.95) return {};
   std::string evidence = "RAM peak " + gibibytes(f.total.machine_memory_peak) + " of " +
                          gibibytes(f.machine.memory) + " GiB, of which " + gibibytes(f.total.memory_peak) +
                          " GiB by this run";
   if (swaps) evidence += "; swapping " + number(swapped / 1e6) + " MB/s";
   const double share =
-      std::max({used >= 0.95 ? used : 0, f.share(f.total.memory_stall_seconds), swaps ? 0.5 : 0});
-  const bool mine = f.total.memory_peak > f.total.machine_memory_peak / 2;
+      std::max({used_share >= 0.95 ? used_share : 0, f.share(f.total.memory_stall_seconds), swaps ? 0.5 : 0});
+  const bool is_this_run = f.total.memory_peak > f.total.machine_memory_peak / 2;
   return MonitorFinding{
       "memory", std::min(1.0, share), evidence,
-      mine ? "Take a smaller batch, recompute activations (shoestring.checkpoint), or use fewer "
-             "worker processes."
-           : "End other processes: they use most of the memory."};
+      is_this_run ? "Take a smaller batch, recompute activations (shoestring.checkpoint), or use fewer "
+                    "worker processes."
+                  : "End other processes: they use most of the memory."};
 }
 
 Found disk_rule(const Facts& f) {
@@ -111,12 +111,12 @@ Found thread_rule(const Facts& f) {
 }
 
 Found others_rule(const Facts& f) {
-  const double others = f.other_cores();
-  if (f.idle_cores() > 0.1 * f.machine.cores || others < 0.25 * f.machine.cores) return {};
+  const double cores_of_others = f.other_cores();
+  if (f.idle_cores() > 0.1 * f.machine.cores || cores_of_others < 0.25 * f.machine.cores) return {};
   // Inside of a quota, other processes of the machine do not take this run's cores.
   if (f.per_second(f.total.machine_cpu_seconds) > 1.1 * f.machine.cores) return {};
-  return MonitorFinding{"cpu", std::min(1.0, others / f.machine.cores),
-                        "other processes use " + number(others) + " of " + number(f.machine.cores) +
+  return MonitorFinding{"cpu", std::min(1.0, cores_of_others / f.machine.cores),
+                        "other processes use " + number(cores_of_others) + " of " + number(f.machine.cores) +
                             " cores, and no core is free",
                         "End other processes, or run this one alone."};
 }
@@ -182,7 +182,7 @@ MonitorReport monitor_report(MonitorMachine machine, std::vector<MonitorSample> 
   const runs::Facts facts{report.machine, report.total};
   for (const auto rule :
        {runs::data_rule, runs::memory_rule, runs::disk_rule, runs::thread_rule, runs::others_rule}) {
-    if (const auto found = rule(facts)) report.findings.push_back(*found);
+    if (const auto finding = rule(facts)) report.findings.push_back(*finding);
   }
   runs::gpu_rules(facts, report.findings);
   std::stable_sort(report.findings.begin(), report.findings.end(),

@@ -74,7 +74,7 @@ class MonitorSampler {
   MonitorMachine machine_;
   std::vector<MonitorSample> samples_, recent_;
   size_t merged_ = 0, merge_ = 1;  // merge_ readings make a sample, merged_ are in the last one
-  MonitorSample loop_;             // of the interval that has not ended
+  MonitorSample loop_;             // times of the interval that has not ended
   double wait_began_ = -1, step_began_ = -1;
   bool has_explicit_steps_ = false;
 

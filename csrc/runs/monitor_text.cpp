@@ -81,13 +81,13 @@ std::string count(int64_t value, const char* one, const char* several) {
 MonitorReport report_of_json(const std::string& text) {
   const MonitorJson json = MonitorJson::parse(text);
   MonitorMachine machine;
-  const MonitorJson& given = json.at("machine");
-  read(given, "cores", machine.cores);
-  read(given, "memory", machine.memory);
-  read(given, "disk", machine.disk);
-  read(given, "workers", machine.workers);
-  read(given, "gpu_names", machine.gpu_names);
-  read(given, "gpu_memory", machine.gpu_memory);
+  const MonitorJson& machine_json = json.at("machine");
+  read(machine_json, "cores", machine.cores);
+  read(machine_json, "memory", machine.memory);
+  read(machine_json, "disk", machine.disk);
+  read(machine_json, "workers", machine.workers);
+  read(machine_json, "gpu_names", machine.gpu_names);
+  read(machine_json, "gpu_memory", machine.gpu_memory);
   std::vector<MonitorSample> samples;
   for (const auto& sample : json.at("samples")) samples.push_back(sample_of_json(sample));
   return monitor_report(std::move(machine), std::move(samples));
@@ -97,15 +97,15 @@ MonitorReport report_of_json(const std::string& text) {
 
 std::string MonitorReport::json() const {
   using runs::MonitorJson;
-  MonitorJson found = MonitorJson::array(), all = MonitorJson::array();
+  MonitorJson findings_json = MonitorJson::array(), samples_json = MonitorJson::array();
   for (const auto& each : findings) {
-    found.push_back({{"resource", each.resource},
-                     {"share", each.share},
-                     {"evidence", each.evidence},
-                     {"cure", each.cure}});
+    findings_json.push_back({{"resource", each.resource},
+                             {"share", each.share},
+                             {"evidence", each.evidence},
+                             {"cure", each.cure}});
   }
-  for (const auto& sample : samples) all.push_back(runs::sample_json(sample));
-  const MonitorJson json = {{"findings", found},
+  for (const auto& sample : samples) samples_json.push_back(runs::sample_json(sample));
+  const MonitorJson json = {{"findings", findings_json},
                             {"machine",
                              {{"cores", machine.cores},
                               {"memory", machine.memory},
@@ -114,7 +114,7 @@ std::string MonitorReport::json() const {
                               {"gpu_names", machine.gpu_names},
                               {"gpu_memory", machine.gpu_memory}}},
                             {"total", runs::sample_json(total)},
-                            {"samples", all}};
+                            {"samples", samples_json}};
   return json.dump(-1, ' ', false, MonitorJson::error_handler_t::replace);
 }
 

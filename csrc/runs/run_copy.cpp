@@ -34,9 +34,9 @@ RunCopy::RunCopy(TrainingRun& run, std::string what)
     : run_(&run), what_(std::move(what)), copy_(tensors_of(run), run.optimizers) {
   const at::NoGradGuard no_grad;
   for (auto* optimizer : run.optimizers) {
-    const auto* own = optim::detail::divides_within_step(*optimizer);
+    const auto* divided = optim::detail::divides_within_step(*optimizer);
     TORCH_CHECK_VALUE(
-        own == nullptr || !optim::detail::Access::core(*own).sums.any(), what_,
+        divided == nullptr || !optim::detail::Access::core(*divided).sums.any(), what_,
         ": run: expected gradients in grad(), received sums of accumulate(), which would be lost. "
         "Call step() or zero_grad() before");
   }

@@ -113,10 +113,10 @@ class RunFile {
 // Raises if the tensors of two parts could have one name.
 void check_names(const std::string& what, const TrainingRun& run) {
   for (const auto& [name, part] : run.parts) {
-    for (const auto& [other, another] : run.parts) {
-      TORCH_CHECK_VALUE(other.rfind(name + ".", 0) != 0, what,
+    for (const auto& [other_name, another] : run.parts) {
+      TORCH_CHECK_VALUE(other_name.rfind(name + ".", 0) != 0, what,
                         ": parts: expected names of which none begins another, received ", name, " and ",
-                        other, ". Rename one");
+                        other_name, ". Rename one");
     }
   }
 }
@@ -135,13 +135,13 @@ void check_tensors(const RunFile& saved, const TrainingRun& run) {
     const std::string name = "model." + item.key();
     saved.expect(saved.file.contains(name), "the tensor " + name, "a file of another model");
     const auto& entry = saved.file.entry(name);
-    const Tensor& own = item.value();
-    const bool is_here = !optim::part_of(own).defined();
-    saved.expect(!is_here || at::has_internal_overlap(own) != at::MemOverlap::Yes,
+    const Tensor& value = item.value();
+    const bool is_here = !optim::part_of(value).defined();
+    saved.expect(!is_here || at::has_internal_overlap(value) != at::MemOverlap::Yes,
                  item.key() + " with memory for each element", "an expanded tensor");
-    if (is_here) own.const_data_ptr();  // raises for a weight that is away
-    saved.expect(own.sizes() == entry.shape && own.scalar_type() == entry.dtype,
-                 c10::str(name, " of shape ", own.sizes(), " and ", own.scalar_type()),
+    if (is_here) value.const_data_ptr();  // raises for a weight that is away
+    saved.expect(value.sizes() == entry.shape && value.scalar_type() == entry.dtype,
+                 c10::str(name, " of shape ", value.sizes(), " and ", value.scalar_type()),
                  c10::str(at::IntArrayRef(entry.shape), " and ", entry.dtype));
   }
   for (const auto& entry : saved.file.entries()) {
@@ -205,8 +205,8 @@ class Undo {
     return refused;
   }
   static std::string message_of(const std::exception& error) {
-    const auto* own = dynamic_cast<const c10::Error*>(&error);
-    return own != nullptr ? own->what_without_backtrace() : error.what();
+    const auto* torch_error = dynamic_cast<const c10::Error*>(&error);
+    return torch_error != nullptr ? torch_error->what_without_backtrace() : error.what();
   }
 
  private:
@@ -224,7 +224,7 @@ void load_states(const RunFile& saved, TrainingRun& run, const std::vector<Store
     optim::detail::restore(*optimizer, optimizers[i], where);
   }
   for (auto& [name, part] : run.parts) {
-    TensorDict before;  // what part.state() returns may share its memory
+    TensorDict before;  // a copy, since the result of part.state() may share its memory
     for (const auto& item : part.state()) before.insert(item.key(), item.value().clone());
     undo.add("the part " + name, [&part = part, before] { part.load_state(before); });
     part.load_state(load_all(saved.file, "part." + name + "."));

@@ -40,7 +40,7 @@ __device__ void forward_block(const AttentionProblem& p, const AttentionTensors&
 
   unsigned char *q_tile = dynamic_shared(), *k_tile = q_tile + rows * pitch, *v_tile = k_tile + keys * pitch;
   const Scores scores(p, at, head);
-  const int first = at.tile * rows, own = first + warp() * 16;
+  const int first = at.tile * rows, warp_row = first + warp() * 16;
   // The first key is rounded down to a multiple of 8, because dropout draws bits for eight keys at once.
   const int begin = max(0, first + scores.window.low) / 8 * 8;
   const int end = min(at.keys, min(first + rows, at.queries) + scores.window.high);
@@ -64,12 +64,12 @@ __device__ void forward_block(const AttentionProblem& p, const AttentionTensors&
       copy_rows<T, D, keys, threads>(k_tile, k, t.k_at.token, key + keys, at.keys, head_dim, access.k);
       cp_async_commit();
     }
-    scores.apply<false>(s, nullptr, own, key);
+    scores.apply<false>(s, nullptr, warp_row, key);
     float shrink[2];
     softmax.update(s, scores.factor, shrink, scores.special());
     scale_rows(out, shrink);
     if (scores.drops()) {
-      const uint32_t kept = scores.kept<false, keys / 8>(own, key);
+      const uint32_t kept = scores.kept<false, keys / 8>(warp_row, key);
 #pragma unroll
       for (int e = 0; e < keys / 2; ++e) s[e / 4][e % 4] = kept >> e & 1 ? s[e / 4][e % 4] : 0.f;
     }
@@ -81,13 +81,13 @@ __device__ void forward_block(const AttentionProblem& p, const AttentionTensors&
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     by[r] *= scores.drops() ? p.kept : 1.f;
-    const int row = own + lane() / 4 + 8 * r;
+    const int row = warp_row + lane() / 4 + 8 * r;
     if (lane() % 4 != 0 || row >= at.queries) continue;
     t.lse[scores.row + row] = lse[r];
     if (t.lse_rest != nullptr) t.lse_rest[scores.row + row] = rest[r];
   }
   T* to = head_of(static_cast<T*>(t.out), t.out_at, at.sequence, head, at.first_query);
-  store_rows<T, D>(to, t.out_at.token, own, at.queries, value_dim, access.out, out, by);
+  store_rows<T, D>(to, t.out_at.token, warp_row, at.queries, value_dim, access.out, out, by);
 }
 
 // Dynamic shared memory holds tiles of Q, K and V. With 16-bit elements it takes 51 KiB for 128 features and

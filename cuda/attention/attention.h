@@ -95,6 +95,7 @@ const char* with_features(int64_t features, Run run) {
 /// kernels have fewer options and need aligned tensors.
 bool hopper_serves(const AttentionProblem& p, const AttentionTensors& t);
 bool hopper_serves(const AttentionProblem& p, const AttentionTensors& t, const AttentionGradients& g);
+/// These functions start kernels on a stream, and return an error message or null.
 template <class T>
 const char* hopper_attention(const AttentionProblem& p, const AttentionTensors& t, void* stream);
 template <class T>

@@ -21,6 +21,7 @@ constexpr int kPassing = kFeatures * sizeof(T) <= 256   ? 32
 template <class T, int kFeatures>
 constexpr int kBackwardShared = (2 * kRows<T, kFeatures> + 4 * kPassing<T, kFeatures>)*kPitch<T, kFeatures>;
 
+/// Whether loads of each input may be vectors, and whether stores of each gradient may be pairs.
 struct BackwardAccess {
   bool q, k, v, grad_out, grad_q, grad_k, grad_v;
 };

@@ -99,9 +99,9 @@ __device__ void bias_block(const AttentionProblem& p, const AttentionTensors& t,
         for (int head = heads.first; head < heads.end; ++head) {
           const int64_t kv_head = head / (p.heads / p.kv_heads);
           const Scores scores(p, at, head, t.lse);
-          const int own = query + warp() * 16;
-          const QueryStats stats[2] = {stats_of(t, g, scores, own + lane() / 4),
-                                       stats_of(t, g, scores, own + lane() / 4 + 8)};
+          const int warp_row = query + warp() * 16;
+          const QueryStats stats[2] = {stats_of(t, g, scores, warp_row + lane() / 4),
+                                       stats_of(t, g, scores, warp_row + lane() / 4 + 8)};
           float s[kTile / 8][4] = {}, by[kTile / 8][4] = {};
           product(s, dynamic_shared(),
                   head_of(static_cast<const T*>(t.q), t.q_at, at.sequence, head, at.first_query),
@@ -114,7 +114,7 @@ __device__ void bias_block(const AttentionProblem& p, const AttentionTensors& t,
               g.grad_out_at.token, query, at.queries, access.grad_out,
               head_of(static_cast<const T*>(t.v), t.v_at, at.sequence, kv_head, at.first_key), t.v_at.token,
               key, at.keys, access.v, static_cast<int>(p.value_dim));
-          differentiate<false, false>(scores, s, by, own, key, [&](int, int e) { return stats[e / 2]; });
+          differentiate<false, false>(scores, s, by, warp_row, key, [&](int, int e) { return stats[e / 2]; });
 #pragma unroll
           for (int e = 0; e < kTile / 2; ++e) sums[e / 4][e % 4] += by[e / 4][e % 4];
         }

@@ -82,7 +82,7 @@ __device__ void compute_tiles(const AttentionProblem& p, const AttentionTensors&
                               const unsigned char* v_tiles, Barriers<Tile<D>::stages>& barriers) {
   using tile = Tile<D>;
   using passing = typename tile::passing;
-  const int own = at.tile * kHopperRows + group * 64 + warp() % 4 * 16;
+  const int warp_row = at.tile * kHopperRows + group * 64 + warp() % 4 * 16;
   const uint64_t q = wgmma_operand(q_tile + group * tile::own::bytes);
   const uint64_t k = wgmma_operand(k_tiles), v = wgmma_operand(v_tiles) + wgmma_rows_together(passing::panel);
   float s[tile::keys / 8][4], out[D / 8][4] = {};
@@ -103,7 +103,7 @@ __device__ void compute_tiles(const AttentionProblem& p, const AttentionTensors&
   };
   const auto soften = [&](int n, float (&shrink)[2]) {
     if (p.softcap > 0) cap_scores(s, capping, p.softcap);
-    mask_scores(s, window.low, window.high, at.keys, own, range.begin + n * tile::keys);
+    mask_scores(s, window.low, window.high, at.keys, warp_row, range.begin + n * tile::keys);
     softmax.update(s, factor, shrink);
   };
   const auto release = [&](Mbarrier& barrier) {
@@ -148,11 +148,11 @@ __device__ void compute_tiles(const AttentionProblem& p, const AttentionTensors&
   const int64_t first = first_row(p, at, head);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int row = own + lane() / 4 + 8 * r;
+    const int row = warp_row + lane() / 4 + 8 * r;
     if (lane() % 4 == 0 && row < at.queries) t.lse[first + row] = lse[r];
   }
   T* to = head_of(static_cast<T*>(t.out), t.out_at, at.sequence, head, at.first_query);
-  store_rows<T, D>(to, t.out_at.token, own, at.queries, static_cast<int>(p.value_dim), pairs, out, by);
+  store_rows<T, D>(to, t.out_at.token, warp_row, at.queries, static_cast<int>(p.value_dim), pairs, out, by);
 }
 
 // The registers in the budget are those at launch. Dynamic shared memory takes 145 KiB for 64 features, 161

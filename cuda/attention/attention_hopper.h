@@ -125,8 +125,8 @@ __device__ void mask_scores(float (&s)[kTiles][4], int low, int high, int end, i
     return;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const int own = row + lane() / 4 + i / 2 * 8, first = column + lane() % 4 * 2 + i % 2;
-    const int from = own + low - first, to = min(own + high, end - 1) - first;
+    const int element_row = row + lane() / 4 + i / 2 * 8, first = column + lane() % 4 * 2 + i % 2;
+    const int from = element_row + low - first, to = min(element_row + high, end - 1) - first;
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) s[j][i] = j * 8 >= from && j * 8 <= to ? s[j][i] : -INFINITY;
   }

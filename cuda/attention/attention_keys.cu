@@ -33,7 +33,7 @@ __device__ void key_block(const AttentionProblem& p, const AttentionTensors& t, 
 
   unsigned char *k_tile = dynamic_shared(), *v_tile = k_tile + rows * pitch, *passing = v_tile + rows * pitch;
   const Window window(p, at);
-  const int first = at.tile * rows, own = first + warp() * 16;
+  const int first = at.tile * rows, warp_row = first + warp() * 16;
   const int begin = max(0, first - window.high),
             end = min(at.queries, min(first + rows, at.keys) - window.low);
   const int tiles = max(0, (end - begin + queries - 1) / queries), steps = tiles * group;
@@ -72,7 +72,7 @@ __device__ void key_block(const AttentionProblem& p, const AttentionTensors& t, 
     float s[queries / 8][4] = {}, by[queries / 8][4] = {};
     rows_times_rows<T, D, queries>(s, k_tile + warp() * 16 * pitch, q_tile);
     if (does_k) rows_times_rows<T, D, queries>(by, v_tile + warp() * 16 * pitch, grad_tile);
-    differentiate<true, true>(scores, s, by, own, query, [&](int j, int i) { return stats[j][i % 2]; });
+    differentiate<true, true>(scores, s, by, warp_row, query, [&](int j, int i) { return stats[j][i % 2]; });
     if constexpr (one_each) {
       if (does_k) {
 #pragma unroll
@@ -85,13 +85,14 @@ __device__ void key_block(const AttentionProblem& p, const AttentionTensors& t, 
     }
   }
   if (does_v) {
-    const float kept = p.seed != nullptr ? p.kept : 1.f;
+    const float dropout_scale = p.seed != nullptr ? p.kept : 1.f;
     T* to = head_of(static_cast<T*>(g.v), g.v_at, at.sequence, kv_head, at.first_key);
-    store_rows<T, D>(to, g.v_at.token, own, at.keys, value_dim, access.grad_v, sums[0], {kept, kept});
+    store_rows<T, D>(to, g.v_at.token, warp_row, at.keys, value_dim, access.grad_v, sums[0],
+                     {dropout_scale, dropout_scale});
   }
   if (does_k) {
     T* to = head_of(static_cast<T*>(g.k), g.k_at, at.sequence, kv_head, at.first_key);
-    store_rows<T, D>(to, g.k_at.token, own, at.keys, head_dim, access.grad_k, sums[one_each ? 0 : 1],
+    store_rows<T, D>(to, g.k_at.token, warp_row, at.keys, head_dim, access.grad_k, sums[one_each ? 0 : 1],
                      {p.scale, p.scale});
   }
 }

@@ -89,7 +89,7 @@ __device__ void compute_tiles(const AttentionProblem& p, const AttentionGradient
                               Shared<Tile<D, capped>>& shared) {
   using tile = Tile<D, capped>;
   using passing = typename tile::passing;
-  const int own = at.tile * kHopperRows + group * 64 + warp() % 4 * 16;
+  const int warp_row = at.tile * kHopperRows + group * 64 + warp() % 4 * 16;
   const uint64_t first = wgmma_operand(tiles), k = first + wgmma_bytes(group * tile::own::bytes),
                  v = k + wgmma_bytes(tile::v);
   float s[tile::queries / 8][4], by[by_keys ? tile::queries / 8 : 1][4];
@@ -120,7 +120,7 @@ __device__ void compute_tiles(const AttentionProblem& p, const AttentionGradient
       } else if constexpr (capped) {
         cap_scores(s, capping, p.softcap);
       }
-      mask_scores(s, -window.high, -window.low, at.queries, own,
+      mask_scores(s, -window.high, -window.low, at.queries, warp_row,
                   range.begin + step % range.tiles * tile::queries);
       exponentiate(s, factor, stats);
       if constexpr (by_keys) {
@@ -147,15 +147,15 @@ __device__ void compute_tiles(const AttentionProblem& p, const AttentionGradient
   if constexpr (by_values) {
     if (g.v != nullptr) {
       T* to = head_of(static_cast<T*>(g.v), g.v_at, at.sequence, kv_head, at.first_key);
-      store_rows<T, D>(to, g.v_at.token, own, at.keys, static_cast<int>(p.value_dim), access.grad_v, sums_v,
-                       {1.f, 1.f});
+      store_rows<T, D>(to, g.v_at.token, warp_row, at.keys, static_cast<int>(p.value_dim), access.grad_v,
+                       sums_v, {1.f, 1.f});
     }
   }
   if constexpr (by_keys) {
     if (g.k != nullptr) {
       T* to = head_of(static_cast<T*>(g.k), g.k_at, at.sequence, kv_head, at.first_key);
-      store_rows<T, D>(to, g.k_at.token, own, at.keys, static_cast<int>(p.head_dim), access.grad_k, sums_k,
-                       {p.scale, p.scale});
+      store_rows<T, D>(to, g.k_at.token, warp_row, at.keys, static_cast<int>(p.head_dim), access.grad_k,
+                       sums_k, {p.scale, p.scale});
     }
   }
 }

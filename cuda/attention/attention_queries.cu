@@ -28,7 +28,7 @@ __device__ void query_block(const AttentionProblem& p, const AttentionTensors& t
   unsigned char *q_tile = dynamic_shared(), *grad_tile = q_tile + rows * pitch,
                 *passing = grad_tile + rows * pitch;
   const Scores scores(p, at, head, t.lse);
-  const int first = at.tile * rows, own = first + warp() * 16;
+  const int first = at.tile * rows, warp_row = first + warp() * 16;
   const int begin = max(0, first + scores.window.low) / 8 * 8;
   const int end = min(at.keys, min(first + rows, at.queries) + scores.window.high);
   const auto start_copies = [&](int key, int stage) {
@@ -43,8 +43,8 @@ __device__ void query_block(const AttentionProblem& p, const AttentionTensors& t
                                    access.grad_out);
     start_copies(begin, 0);
   }
-  const QueryStats stats[2] = {stats_of(t, g, scores, own + lane() / 4),
-                               stats_of(t, g, scores, own + lane() / 4 + 8)};
+  const QueryStats stats[2] = {stats_of(t, g, scores, warp_row + lane() / 4),
+                               stats_of(t, g, scores, warp_row + lane() / 4 + 8)};
   float by_q[D / 8][4] = {};
   for (int key = begin, stage = 0; key < end; key += keys, stage ^= 1) {
     cp_async_wait<0>();
@@ -55,11 +55,11 @@ __device__ void query_block(const AttentionProblem& p, const AttentionTensors& t
     float s[keys / 8][4] = {}, by[keys / 8][4] = {};
     rows_times_rows<T, D, keys>(s, q_tile + warp() * 16 * pitch, k_tile);
     rows_times_rows<T, D, keys>(by, grad_tile + warp() * 16 * pitch, k_tile + keys * pitch);
-    differentiate<false, true>(scores, s, by, own, key, [&](int, int i) { return stats[i / 2]; });
+    differentiate<false, true>(scores, s, by, warp_row, key, [&](int, int i) { return stats[i / 2]; });
     scores_times_rows<T, keys, D>(by_q, by, k_tile);
   }
   T* to = head_of(static_cast<T*>(g.q), g.q_at, at.sequence, head, at.first_query);
-  store_rows<T, D>(to, g.q_at.token, own, at.queries, head_dim, access.grad_q, by_q, {p.scale, p.scale});
+  store_rows<T, D>(to, g.q_at.token, warp_row, at.queries, head_dim, access.grad_q, by_q, {p.scale, p.scale});
 }
 
 // Dynamic shared memory takes kBackwardShared bytes: 68 KiB for 128 features of 16 bits, and at most 99 KiB.

@@ -86,13 +86,13 @@ __device__ void compute_tiles(const AttentionProblem& p, const AttentionTensors&
                               Barriers<D>& barriers) {
   using tile = Tile<D>;
   using passing = typename tile::passing;
-  const int own = at.tile * kHopperRows + group * 64 + warp() % 4 * 16;
+  const int warp_row = at.tile * kHopperRows + group * 64 + warp() % 4 * 16;
   const uint64_t first = wgmma_operand(tiles), q = first + wgmma_bytes(group * tile::own::bytes);
   const uint64_t grad_out = q + wgmma_bytes(tile::grad_out);
   float s[tile::keys / 8][4], by[tile::keys / 8][4], sums[D / 8][4] = {};
   uint32_t by_scores[tile::keys / 16][4];
   const int64_t row = first_row(p, at, head);
-  const int query = own + lane() / 4;
+  const int query = warp_row + lane() / 4;
   const QueryStats two[2] = {stats_of(t, g, row, at.queries, query),
                              stats_of(t, g, row, at.queries, query + 8)};
   const auto stats = [&](int, int i) { return two[i / 2]; };
@@ -121,7 +121,7 @@ __device__ void compute_tiles(const AttentionProblem& p, const AttentionTensors&
       wgmma_wait<0>(by);
       cap_scores(s, by, capping, p.softcap, stats);
     }
-    mask_scores(s, window.low, window.high, at.keys, own, range.begin + n * tile::keys);
+    mask_scores(s, window.low, window.high, at.keys, warp_row, range.begin + n * tile::keys);
     exponentiate(s, factor, stats);
   };
   const auto differentiate_scores = [&](int n) {
@@ -152,7 +152,7 @@ __device__ void compute_tiles(const AttentionProblem& p, const AttentionTensors&
     wgmma_wait<0>(sums);
   }
   T* to = head_of(static_cast<T*>(g.q), g.q_at, at.sequence, head, at.first_query);
-  store_rows<T, D>(to, g.q_at.token, own, at.queries, static_cast<int>(p.head_dim), pairs, sums,
+  store_rows<T, D>(to, g.q_at.token, warp_row, at.queries, static_cast<int>(p.head_dim), pairs, sums,
                    {p.scale, p.scale});
 }
 

@@ -68,11 +68,11 @@ __device__ Place find_tile(const AttentionProblem& p, bool of_keys, int index, i
     }
     const unsigned beyond = __ballot_sync(kAllLanes, before + through > index);
     if (beyond != 0) {
-      const int owner = __ffs(beyond) - 1, found = base + owner;
+      const int owner = __ffs(beyond) - 1, sequence = base + owner;
       const int first = before + __shfl_sync(kAllLanes, through - tiles, owner);
-      const int q = p.cu_seqlens_q[found], k = p.cu_seqlens_k[found];
+      const int q = p.cu_seqlens_q[sequence], k = p.cu_seqlens_k[sequence];
       const Place place{
-          found, index - first, q, p.cu_seqlens_q[found + 1] - q, k, p.cu_seqlens_k[found + 1] - k};
+          sequence, index - first, q, p.cu_seqlens_q[sequence + 1] - q, k, p.cu_seqlens_k[sequence + 1] - k};
       if (q < 0 || place.queries < 0 || place.queries > queries - q || k < 0 || place.keys < 0 ||
           place.keys > keys - k) {
         end("attention: cu_seqlens: expected offsets that rise from 0 to the number of tokens");
@@ -110,6 +110,7 @@ __device__ inline int64_t first_row(const AttentionProblem& p, const Place& at, 
          at.first_query;
 }
 
+/// Returns the bias at an offset as the number that is added to a score.
 __device__ inline float bias_value(const AttentionProblem& p, int64_t at) {
   switch (p.bias_type) {
     case BiasType::kFloat:
@@ -163,10 +164,10 @@ class Scores {
       for (int i = 0; i < 4; ++i) {
         const int r = first_row + lane() / 4 + i / 2 * 8, c = first_column + j * 8 + lane() % 4 * 2 + i % 2;
         const int query = turned ? c : r, key = turned ? r : c, distance = key - query;
-        const bool seen =
+        const bool is_visible =
             distance <= window.high && distance >= window.low && key < at.keys && query < at.queries;
         float x = s[j][i];
-        if (special_ && seen) {
+        if (special_ && is_visible) {
           x *= p.scale;
           if (p.softcap > 0) {
             const float t = tanhf(x / p.softcap);
@@ -182,7 +183,7 @@ class Scores {
             x += product > kLargeScore ? product * kScoreError : 0.f;
           }
         }
-        s[j][i] = seen ? x : -INFINITY;
+        s[j][i] = is_visible ? x : -INFINITY;
       }
     }
   }
@@ -198,21 +199,23 @@ class Scores {
     if constexpr (turned) {  // a lane draws the bits of one query and eight keys, for two of the 8 x 8 tiles
 #pragma unroll
       for (int j = 0; j < kTiles; j += 2) {
-        const uint32_t own = draw(seed, first_column + (j + l / 16) * 8 + l % 8, first_row / 8 + l / 8 % 2);
+        const uint32_t lane_bits =
+            draw(seed, first_column + (j + l / 16) * 8 + l % 8, first_row / 8 + l / 8 % 2);
 #pragma unroll
         for (int e = 0; e < 4 * min(2, kTiles - j); ++e) {
           const int from = e / 4 * 16 + e / 2 % 2 * 8 + 2 * t + e % 2;
-          all |= (__shfl_sync(kAllLanes, own, from) >> g & 1) << (4 * j + e);
+          all |= (__shfl_sync(kAllLanes, lane_bits, from) >> g & 1) << (4 * j + e);
         }
       }
     } else {  // a lane draws the bits of its two queries and eight keys, for one of four 8 x 8 tiles
 #pragma unroll
       for (int j = 0; j < kTiles; j += 4) {
         const int group = first_column / 8 + j + t;
-        const uint32_t own = draw(seed, first_row + g, group) | draw(seed, first_row + g + 8, group) << 8;
+        const uint32_t lane_bits = draw(seed, first_row + g, group) | draw(seed, first_row + g + 8, group)
+                                                                          << 8;
 #pragma unroll
         for (int e = 0; e < min(4, kTiles - j); ++e) {
-          const uint32_t bits = __shfl_sync(kAllLanes, own, g * 4 + e) >> (2 * t);
+          const uint32_t bits = __shfl_sync(kAllLanes, lane_bits, g * 4 + e) >> (2 * t);
           all |= ((bits & 3) | (bits >> 8 & 3) << 2) << (4 * (j + e));
         }
       }

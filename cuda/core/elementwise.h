@@ -49,6 +49,7 @@ __device__ void write(T* x, int64_t i, int64_t count, const Vector<T, N>& v) {
   }
 }
 
+/// Applies the rule, or its derivative, to the N elements of a thread. The last threads may have fewer.
 template <bool kBackward, int kAlways, class Rule, class T, int N, int kIn, int kOut>
 __device__ void run_rule(const Rule& rule, const Arrays<const T, kIn>& in, int64_t count,
                          const Arrays<T, kOut>& out) {
@@ -98,15 +99,17 @@ const char* start(const void* rule, const void* const* from, int64_t count, void
   for (int k = 0; k < kIn; ++k) in.at[k] = static_cast<const T*>(from[k]);
   for (int k = 0; k < kOut; ++k) out.at[k] = static_cast<T*>(to[k]);
   constexpr int64_t kTile = int64_t{kThreads} * N;
-  const Rule own = kernels::rule_at<Rule>(rule);
+  const Rule typed_rule = kernels::rule_at<Rule>(rule);
   if constexpr (kBackward) {
-    return launch(backward<Rule, T, N>, (count + kTile - 1) / kTile, kThreads, 0, stream, own, in, count,
-                  out);
+    return launch(backward<Rule, T, N>, (count + kTile - 1) / kTile, kThreads, 0, stream, typed_rule, in,
+                  count, out);
   } else {
-    return launch(forward<Rule, T, N>, (count + kTile - 1) / kTile, kThreads, 0, stream, own, in, count, out);
+    return launch(forward<Rule, T, N>, (count + kTile - 1) / kTile, kThreads, 0, stream, typed_rule, in,
+                  count, out);
   }
 }
 
+/// Starts the kernel that loads 16 bytes at a time if the alignment of all tensors allows it.
 template <bool kBackward, class Rule, class T>
 const char* run(const void* rule, const void* const* in, int64_t count, void* const* out, void* stream) {
   bool vectors = true;

@@ -107,10 +107,10 @@ __global__ void __launch_bounds__(kWarps* kWarp, 4)
     const float size = static_cast<float>(rope.head_dim),
                 rstd = 1 / sqrtf(team.sum(squares) / size + rope.eps);
     const float slope = team.sum(along) * rstd / size;
-    float* own = sums + (head.key ? rope.head_dim : 0);
+    float* head_sums = sums + (head.key ? rope.head_dim : 0);
     const auto one = [&](float v, float d, int i) {
       const float h = v * rstd;
-      if (grad_weights != nullptr) own[i] += d * h;
+      if (grad_weights != nullptr) head_sums[i] += d * h;
       return rstd * (d * factor<T>(rope, weight, i) - h * slope);
     };
     team.sweep<N>(

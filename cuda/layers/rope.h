@@ -17,6 +17,7 @@ using kernels::RopeHeads;
 
 constexpr int kWarps = 4;  // warps per block
 
+// Returns entry i of a table of cosines or sines. `bits` is Rope::table_bits.
 __device__ inline float angle(const void* table, int bits, int64_t i) {
   if (bits == 32) return static_cast<const float*>(table)[i];
   if (bits == 16) return to_float(static_cast<const __nv_bfloat16*>(table)[i]);
@@ -146,6 +147,7 @@ struct Team {
   }
 };
 
+// Returns the factor of element i of a head in the norm: the weight plus the offset.
 template <class T>
 __device__ float factor(const Rope& rope, const void* weight, int i) {
   return rope.offset + (rope.wide_weight ? static_cast<const float*>(weight)[i]

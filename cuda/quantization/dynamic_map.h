@@ -123,7 +123,7 @@ __device__ unsigned position(float magnitude, const SharedMap& map, float bend) 
 template <bool kSigned>
 __device__ unsigned settled(unsigned position, float x, float magnitude, const SharedMap& map) {
   if ((position & 0xffff) >= (kSigned ? 2 : 4) * kNear) return position;
-  if (!kSigned && x == 0) return 0;  // in the unsigned map, only zero itself has code zero
+  if (!kSigned && x == 0) return 0;  // only zero itself has code 0 in the unsigned map
   const int upper = (position >> 16 & 0xff) + (kSigned ? 127 : 0);
   if (!kSigned && upper < 2) return position;
   return magnitude > (map.value[upper - 1] + map.value[upper]) * 0.5f ? position : position - 0x10000;

@@ -66,11 +66,11 @@ Table make_table(const kernels::Codebook& book) {
 
 __device__ unsigned encode(const Table& table, float u) {
   const unsigned offset = bucket(u);
-  const float left =
+  const float midpoint_distance =
       *reinterpret_cast<const float*>(reinterpret_cast<const char*>(table.midpoint) + offset) - u;
   // The sign bit of the difference selects the byte. A comparison would need a predicate register, and these
   // are few.
-  return reinterpret_cast<const uint8_t*>(table.codes)[offset + (__float_as_uint(left) >> 31)];
+  return reinterpret_cast<const uint8_t*>(table.codes)[offset + (__float_as_uint(midpoint_distance) >> 31)];
 }
 
 __device__ unsigned largest(unsigned a, unsigned b) { return a > b ? a : b; }

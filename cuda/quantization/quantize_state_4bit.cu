@@ -44,10 +44,10 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
       for (int i = 0; i < kPerLane4; ++i) part[i] = i < left ? x[at + i] : 0;
     }
-    const float own = find_scale4<kSigned>(part.value);
+    const float block_scale = find_scale4<kSigned>(part.value);
     if (lane() % kGroupLanes4<kSigned> == 0)
-      scale[block * kScales4<kSigned> + lane() / kGroupLanes4<kSigned>] = own;
-    codes[at / kPerLane4] = encode4<kSigned>(part.value, own, rounding);
+      scale[block * kScales4<kSigned> + lane() / kGroupLanes4<kSigned>] = block_scale;
+    codes[at / kPerLane4] = encode4<kSigned>(part.value, block_scale, rounding);
   });
 }
 

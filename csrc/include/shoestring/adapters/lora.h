@@ -170,10 +170,10 @@ std::vector<torch::optim::OptimizerParamGroup> loraplus_param_groups(const torch
                                                                      const LoraPlusOptions& options = {}) {
   std::vector<torch::optim::OptimizerParamGroup> groups;
   for (auto& group : loraplus_param_groups(module, defaults.lr(), options)) {
-    auto own = std::make_unique<Options>(defaults);
-    own->lr(group.lr);
-    if (!group.weight_decay) own->weight_decay(0);
-    groups.emplace_back(std::move(group.params), std::move(own));
+    auto group_options = std::make_unique<Options>(defaults);
+    group_options->lr(group.lr);
+    if (!group.weight_decay) group_options->weight_decay(0);
+    groups.emplace_back(std::move(group.params), std::move(group_options));
   }
   return groups;
 }

@@ -40,6 +40,7 @@ struct CheckpointOptions {
 
 namespace detail {
 
+/// Raise if the number of segments or tiles is not from 1 to the number of blocks or elements.
 SHOESTRING_API void check_segments(int64_t segments, int64_t count);
 SHOESTRING_API void check_tiles(const char* op, int64_t tiles, int64_t length, const char* what);
 /// Concatenates `parts`, the results of a function for tiles of x, along dim. Raises if the concatenation and

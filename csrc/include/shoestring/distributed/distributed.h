@@ -356,7 +356,7 @@ class SHOESTRING_API DiLoCo {
 };
 
 struct SHOESTRING_API LocalSGDOptions {
-  /// As in DiLoCoOptions.
+  /// See DiLoCoOptions.
   TORCH_ARG(int64_t, every) = 8;
   TORCH_ARG(std::string, compress) = "none";
   TORCH_ARG(int64_t, fragments) = 1;

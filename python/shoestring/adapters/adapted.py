@@ -102,9 +102,9 @@ class AdaptedLayer(nn.Module):
     def remove(self, name: str) -> None:
         """Remove an adapter. If it was the last one, restore the layer's class without adapters."""
         for attribute in self.tensors(name):
-            held = getattr(self, attribute)
-            del held[name]
-            if not len(held):
+            tensors = getattr(self, attribute)
+            del tensors[name]
+            if not len(tensors):
                 delattr(self, attribute)
         del self.adapters[name]
         if not self.adapters:
@@ -113,9 +113,11 @@ class AdaptedLayer(nn.Module):
     def detach(self) -> dict[str, Any]:
         """Remove all adapters and restore the layer's former class; return what :func:`reattach` needs."""
         modules = {a: self._modules.pop(a) for a in (*self.PARAMETERS, *self.MODULES) if a in self._modules}
-        held = {a: self.__dict__.pop(a) for a in ("adapters", "active", "enabled", "rows", "base_class")}
-        detached = {"modules": modules, "held": held, "class": type(self)}
-        self.__class__ = held["base_class"]
+        attributes = {
+            a: self.__dict__.pop(a) for a in ("adapters", "active", "enabled", "rows", "base_class")
+        }
+        detached = {"modules": modules, "held": attributes, "class": type(self)}
+        self.__class__ = attributes["base_class"]
         return detached
 
     def uses(self, name: str, x: Tensor) -> Tensor:

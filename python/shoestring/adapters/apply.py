@@ -136,13 +136,13 @@ def apply(
             layer.__class__ = QuantizedLinear
             layer.compute_dtype = None
 
-    taken = {}
+    initial = {}
     for name, (layer, _, layer_options) in plan.items():
         # The product of the adapter's initial values is subtracted from the dense weight. Only the remainder
         # is quantised.
         if isinstance(layer_options, LoraOptions) and layer_options.changes_base:
             untie_weight(model, name)
-            taken[name] = take_out(layer, layer_options, _form(layer, quantize, block_size, double_quant))
+            initial[name] = take_out(layer, layer_options, _form(layer, quantize, block_size, double_quant))
             quantized(layer)
     for name, layer in all_linear(model).items():
         # The modules in modules_to_save stay dense, because they are trained. So do the weights with adapters of
@@ -153,11 +153,11 @@ def apply(
     for name, (layer, kind, layer_options) in plan.items():
         adapted = attach(layer, kind)
         with weights_present(layer):  # DoRA reads the weight
-            adapted.add(adapter_name, layer_options, adapted.start(layer_options) | taken.get(name, {}))
+            adapted.add(adapter_name, layer_options, adapted.start(layer_options) | initial.get(name, {}))
         source = getattr(layer_options, "tied_to", None)
         if isinstance(adapted, TokenLayer) and source is not None:
             adapted.tie(model.get_submodule(source))
-        if name in taken:
+        if name in initial:
             assert isinstance(adapted, LoraLinear)
             adapted.keep_initial(adapter_name)
     if isinstance(chosen, VeraOptions):
@@ -239,10 +239,10 @@ def saved_modules(model: nn.Module, options: Options) -> list[str]:
         ValueError: a name matches no module, or a module contains adapters or quantised weights.
     """
     modules = base_modules(model)
-    wanted = (*options.modules_to_save, *options.heads)
+    targets = (*options.modules_to_save, *options.heads)
     tied = tied_modules(model, options)
     ties = {*tied, *tied.values()}
-    saved = {name: module for name, module in modules.items() if is_saved(name, wanted) or name in ties}
+    saved = {name: module for name, module in modules.items() if is_saved(name, targets) or name in ties}
     # PEFT's files list the names of all heads that the task may have. A model has only one of them.
     required = [name for name in options.modules_to_save if name not in options.heads]
     refuse_unmatched(
@@ -331,9 +331,9 @@ def check_together(module: Any, options: Options, name: str) -> None:
     """
     if not isinstance(options, LoraOptions):
         return
-    others = [o for o in getattr(module, "adapters", {}).values() if isinstance(o, LoraOptions)]
-    if (options.dora and any(o.changes_base for o in others)) or (
-        options.changes_base and any(o.dora for o in others)
+    other_options = [o for o in getattr(module, "adapters", {}).values() if isinstance(o, LoraOptions)]
+    if (options.dora and any(o.changes_base for o in other_options)) or (
+        options.changes_base and any(o.dora for o in other_options)
     ):
         raise ValueError(
             f"lora.apply: dora: expected layers whose base no adapter changes, received {name} for both DoRA and "

@@ -197,8 +197,8 @@ def is_resized(model: nn.Module) -> bool:
     config: Any = getattr(model, "config", None)
     values = base_config(getattr(config, "_name_or_path", None))
     text = values.get("text_config")
-    theirs = values.get("vocab_size", text.get("vocab_size") if isinstance(text, dict) else None)
-    return theirs is not None and theirs != getattr(config.get_text_config(), "vocab_size", theirs)
+    base_rows = values.get("vocab_size", text.get("vocab_size") if isinstance(text, dict) else None)
+    return base_rows is not None and base_rows != getattr(config.get_text_config(), "vocab_size", base_rows)
 
 
 def _architecture(model: nn.Module) -> str | None:

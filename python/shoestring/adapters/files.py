@@ -147,9 +147,10 @@ def _describe(model: nn.Module, adapter_name: str) -> tuple[dict[str, Tensor], d
     options: dict[str, Any] = {}  # layer name -> adapter options of the layer; all have the same class
     tensors: dict[str, Tensor] = {}
     for name, layer in layers.items():
-        held, options[name] = _plain(layer, adapter_name)
+        layer_tensors, options[name] = _plain(layer, adapter_name)
         tensors |= {
-            f"{PREFIX}{name}.{layer.PARAMETERS[attribute]}": value for attribute, value in held.items()
+            f"{PREFIX}{name}.{layer.PARAMETERS[attribute]}": value
+            for attribute, value in layer_tensors.items()
         }
     trained = {
         name: options.pop(name) for name, layer in list(layers.items()) if isinstance(layer, TokenLayer)
@@ -221,17 +222,17 @@ def _plain(layer: AdaptedLayer, name: str) -> tuple[dict[str, Tensor], Any]:
     If the initialisation changed the base weight, the returned matrices are concatenated with the initial
     ones. Their product is then the adapter's product minus its initial product, with twice the rank.
     """
-    held = {attribute: whole(value) for attribute, value in layer.tensors(name).items()}
+    tensors = {attribute: whole(value) for attribute, value in layer.tensors(name).items()}
     options = layer.adapters[name]
     if not isinstance(layer, LoraLinear) or name not in getattr(layer, "initial_A", {}):
-        return held, options
+        return tensors, options
     changed = {
-        "lora_A": torch.cat([held["lora_A"], whole(layer.initial_A[name])]),
-        "lora_B": torch.cat([held["lora_B"], -whole(layer.initial_B[name])], 1),
+        "lora_A": torch.cat([tensors["lora_A"], whole(layer.initial_A[name])]),
+        "lora_B": torch.cat([tensors["lora_B"], -whole(layer.initial_B[name])], 1),
     }
     rank = 2 * options.rank
     alpha = options.scaling * (math.sqrt(rank) if options.rslora else rank)
-    return held | changed, replace(options, rank=rank, alpha=alpha, init="default")
+    return tensors | changed, replace(options, rank=rank, alpha=alpha, init="default")
 
 
 def read_config(path: Path) -> FileConfig:

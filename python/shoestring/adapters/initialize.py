@@ -179,11 +179,12 @@ def _distribute(ranks: Mapping[str, int], directions: Mapping[str, Directions]) 
     every = sorted(
         ((share, name) for name, d in directions.items() for share in d.explained().tolist()), reverse=True
     )
-    taken = [name for _, name in every[: sum(ranks.values())]]
-    return {name: taken.count(name) for name in ranks}
+    layer_names = [name for _, name in every[: sum(ranks.values())]]
+    return {name: layer_names.count(name) for name in ranks}
 
 
 def _begin(layer: LoraLinear, name: str, rank: int, vectors: Tensor) -> None:
+    """Give an adapter its new rank, and principal directions of the layer's inputs as lora_A; remove it at rank 0."""
     options = layer.adapters[name]
     if rank == 0:
         layer.remove(name)

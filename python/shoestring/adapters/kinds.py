@@ -64,19 +64,21 @@ def expert_classes(model: nn.Module, options: Options) -> dict[str, type[LoraExp
         ValueError: a name matches no parameter, or a parameter is not a dense floating-point weight of 2 or 3
             dimensions.
     """
-    wanted = options.target_parameters if isinstance(options, LoraOptions) else ()
+    targets = options.target_parameters if isinstance(options, LoraOptions) else ()
     classes = {}
     parameters: dict[str, Any] = {}
-    for name, module in model.named_modules() if wanted else ():
+    for name, module in model.named_modules() if targets else ():
         keys = tuple(
-            key for key, p in module._parameters.items() if p is not None and matches(f"{name}.{key}", wanted)
+            key
+            for key, p in module._parameters.items()
+            if p is not None and matches(f"{name}.{key}", targets)
         )
         if keys and name:
             # experts_class is cached, so its arguments must be hashable. mypy rejects the class argument,
             # because it checks whether the class's instances are hashable.
             classes[name] = experts_class(former_class(module), keys)  # type: ignore[arg-type]
             parameters |= {f"{name}.{key}": module._parameters[key] for key in keys}
-    missing = [target for target in wanted if not any(matches(name, [target]) for name in parameters)]
+    missing = [target for target in targets if not any(matches(name, [target]) for name in parameters)]
     if missing:
         known = [name for name, _ in model.named_parameters() if "." in name]
         refuse_unmatched("target_parameters", missing, known, what="names of parameters")

@@ -64,8 +64,8 @@ class LowRankLinear(LowRankLayer):
             "lora_A": (options.rank, layer.in_features),
             "lora_B": (layer.out_features, options.rank),
         }
-        for attribute, there in (("lora_bias", options.lora_bias), ("lora_magnitude_vector", options.dora)):
-            if there:
+        for attribute, used in (("lora_bias", options.lora_bias), ("lora_magnitude_vector", options.dora)):
+            if used:
                 shapes[attribute] = (layer.out_features,)
         return shapes
 
@@ -109,10 +109,10 @@ class LoraLinear(AdaptedLinear, LowRankLinear):
 
     def keep_initial(self, name: str) -> None:
         """Copy lora_A and lora_B, whose product was subtracted from the weight, to initial_A, initial_B."""
-        for attribute, held in (("initial_A", self.lora_A), ("initial_B", self.lora_B)):
+        for attribute, values in (("initial_A", self.lora_A), ("initial_B", self.lora_B)):
             if not hasattr(self, attribute):
                 setattr(self, attribute, nn.ParameterDict())
-            getattr(self, attribute)[name] = nn.Parameter(held[name].detach().clone(), requires_grad=False)
+            getattr(self, attribute)[name] = nn.Parameter(values[name].detach().clone(), requires_grad=False)
 
     def parts(self, names: Sequence[str], x: Tensor | None = None) -> list[Part]:
         """Return the low-rank products to add to the base weight.
@@ -198,6 +198,7 @@ class LoraLinear(AdaptedLinear, LowRankLinear):
         return y
 
     def _uses(self, name: str, x: Tensor | None) -> Tensor | None:
+        """Return ``uses(name, x)`` if ``adapters_per_row`` has chosen adapters for the rows of x, else None."""
         return None if self.rows is None or not self.enabled or x is None else self.uses(name, x)
 
     def remove(self, name: str) -> None:

@@ -154,14 +154,14 @@ def load_adapter(
         fill(parameters[name], weight)
     for name, (kind, layer_options) in plan.items():
         layer = model.get_submodule(name)
-        taken = None
+        initial = None
         if changes_base(layer_options):
             untie_weight(model, name)
-            taken = take_out(layer, layer_options)
+            initial = take_out(layer, layer_options)
         adapted = attach(layer, kind)
-        if taken is not None:
+        if initial is not None:
             assert isinstance(adapted, LoraLinear)
-            adapted.add(adapter_name, layer_options, taken)
+            adapted.add(adapter_name, layer_options, initial)
             adapted.keep_initial(adapter_name)
         adapted.add(adapter_name, layer_options, content.layers.get(name, {}))
         if isinstance(adapted, TokenLayer) and layer_options.tied_to is not None:
@@ -205,6 +205,7 @@ def _check_sizes(model: nn.Module, config: Mapping[str, Any], options: VirtualOp
 def _load_tokens(
     model: nn.Module, tensors: dict[str, Tensor], options: VirtualOptions, adapter_name: str, where: str
 ) -> None:
+    """Add virtual tokens with the values of a file to a model."""
     expected = {"prompt_embeddings": (options.tokens, width(model, options))}
     received = {key: tuple(value.shape) for key, value in tensors.items()}
     if received != expected or not tensors["prompt_embeddings"].is_floating_point():
@@ -301,8 +302,8 @@ def _check_split(model: nn.Module, adapter_name: str, plan: Mapping[str, Any], w
                 f"{where}: {name}: expected an adapter {adapter_name!r} in the layer, since processes have split it, found none "
                 "that can be filled. Load the adapter before the model is split"
             )
-        held = layer.tensors(adapter_name) if split else {}
-        if held and layer.adapters[adapter_name].rank != options.rank:
+        tensors = layer.tensors(adapter_name) if split else {}
+        if tensors and layer.adapters[adapter_name].rank != options.rank:
             raise ValueError(
                 f"{where}: {name}: expected the rank {layer.adapters[adapter_name].rank}, received {options.rank}"
             )
@@ -341,6 +342,7 @@ def _sort_layer(
 
 
 def _expected(options: Options) -> str:
+    """Describe the tensors that a file of adapters with these options may hold."""
     return f"of {type(options).__name__.removesuffix('Options')} adapters, of modules_to_save and of biases"
 
 

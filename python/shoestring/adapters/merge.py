@@ -141,6 +141,7 @@ def _expect_whole(operator: str, model: nn.Module) -> None:
 
 
 def _ratio(error: Tensor) -> float:
+    """Return the norm of the rounding error over the norm of the weight change, from their squares."""
     return (error[0] / error[1]).sqrt().item() if error[1] > 0 else 0.0
 
 

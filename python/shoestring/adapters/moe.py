@@ -74,6 +74,7 @@ def with_experts(model: nn.Module, options: LoraOptions) -> LoraOptions:
 
 
 def _stacked_name(name: str, stacked: Iterable[str]) -> str | None:
+    """Return the name in ``stacked`` that a target names alone or at its end, or None."""
     return next((old for old in stacked if name == old or name.endswith("." + old)), None)
 
 

@@ -196,6 +196,7 @@ def _beginning(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _prompt_init(kind: Any) -> str:
+    """Return ``PromptOptions.init`` for PEFT's prompt_tuning_init."""
     name = getattr(kind, "value", kind)
     if name not in ("RANDOM", "SAMPLE_VOCAB"):
         expected = "RANDOM or SAMPLE_VOCAB; of a text give PromptOptions(init=...) its token ids"

@@ -96,6 +96,7 @@ def _refuse_beside_adapter(model: nn.Module, folder: Path) -> None:
 
 
 def _check(holders: Mapping[str, Member], options: Mapping[str, Any]) -> None:
+    """Raise ValueError for arguments of save_pretrained that a model with adapters does not support."""
     for name, value in options.items():
         if name in REQUIRED and value != REQUIRED[name]:
             raise ValueError(

@@ -170,10 +170,10 @@ def adapters_per_row(model: nn.Module, adapter_names: Sequence[str | None]) -> I
     check_known("adapters_per_row", model, chosen)
     holders = members(model)
     for module_name, member in holders.items():
-        here = [name for name in chosen if name in member.adapters]
-        if here and not getattr(member, "CAN_MIX_ROWS", False):
+        member_adapters = [name for name in chosen if name in member.adapters]
+        if member_adapters and not getattr(member, "CAN_MIX_ROWS", False):
             raise ValueError(
-                f"lora.adapters_per_row: adapter_names: expected adapters that only add to layers, received {here[0]!r}, "
+                f"lora.adapters_per_row: adapter_names: expected adapters that only add to layers, received {member_adapters[0]!r}, "
                 f"which has a {type(member).__name__} at {module_name}"
             )
     for member in holders.values():

@@ -244,6 +244,7 @@ def is_inside(name: str, module: str) -> bool:
 
 
 def _layer_chosen(name: str, options: Options) -> bool:
+    """Return whether ``layers_to_transform`` includes the layer of this name."""
     numbers, targets = options.layers_to_transform, options.target_modules
     if numbers is None or numbers == [] or isinstance(targets, str) or name in (targets or ()):
         return True

@@ -19,6 +19,7 @@ def sharing(modules: Mapping[str, nn.Module], name: str) -> list[str]:
 
 
 def _weight(module: nn.Module) -> nn.Parameter | None:
+    """Return the weight of a module, or of the module that a trained copy wraps, or None."""
     original = module.original_module if isinstance(module, TrainedCopy) else module
     return original._parameters.get("weight")
 
@@ -106,5 +107,6 @@ def tie_copies(model: nn.Module, tied: Mapping[str, str], adapter_name: str) -> 
 
 
 def _copy(model: nn.Module, name: str, adapter_name: str) -> Any:
+    """Return the trained copy that an adapter has of a module."""
     wrapper: Any = model.get_submodule(name)
     return wrapper.modules_to_save[adapter_name]

@@ -115,18 +115,18 @@ def token_targets(model: nn.Module, options: Options) -> dict[str, Target]:
     Raises:
         ValueError: a name matches no module, a module cannot have trained rows, or an index is out of range.
     """
-    wanted: Any = options.trainable_token_indices if isinstance(options, LoraOptions) else ()
-    if not isinstance(options, LoraOptions) or not wanted:
+    requested: Any = options.trainable_token_indices if isinstance(options, LoraOptions) else ()
+    if not isinstance(options, LoraOptions) or not requested:
         return {}
     modules = {name: module for name, module in base_modules(model).items() if name}
     get = getattr(model, "get_input_embeddings", None)
     inputs = get() if callable(get) else None
-    if not isinstance(wanted, Mapping):
-        wanted = {
-            next((name for name, module in modules.items() if module is inputs), "embed_tokens"): wanted
+    if not isinstance(requested, Mapping):
+        requested = {
+            next((name for name, module in modules.items() if module is inputs), "embed_tokens"): requested
         }
-    refuse_unmatched("trainable_token_indices", wanted, modules)
-    indices = {name: tuple(ids) for key, ids in wanted.items() for name in modules if matches(name, [key])}
+    refuse_unmatched("trainable_token_indices", requested, modules)
+    indices = {name: tuple(ids) for key, ids in requested.items() for name in modules if matches(name, [key])}
     tied = {}
     for name, ids in indices.items():
         if modules[name] is inputs:
@@ -150,6 +150,7 @@ def token_targets(model: nn.Module, options: Options) -> dict[str, Target]:
 
 
 def _target(module: nn.Module, name: str, options: TokenOptions) -> Target:
+    """Return the layer that trains rows of the weight of a module; raise ValueError for other modules and indices."""
     former = former_class(module)
     weight = module._parameters.get("weight")
     dense = issubclass(former, (nn.Embedding, nn.Linear)) and type(weight) is nn.Parameter
@@ -170,6 +171,7 @@ def _target(module: nn.Module, name: str, options: TokenOptions) -> Target:
 
 @functools.cache
 def _class(former: type[nn.Module]) -> type[TokenLayer]:
+    """Return the class that a module of class ``former`` has while it trains tokens."""
     kind = TokenEmbedding if issubclass(former, nn.Embedding) else TokenLinear
     if former in (nn.Embedding, nn.Linear):
         return kind

@@ -49,8 +49,8 @@ class TrainedCopy(nn.Module):
 
     def tensors(self, name: str) -> dict[str, nn.Parameter]:
         """Return the floating-point parameters of an adapter's copy, by name."""
-        held = self.modules_to_save[name].named_parameters() if name in self.adapters else ()
-        return {key: value for key, value in held if value.is_floating_point()}
+        copied = self.modules_to_save[name].named_parameters() if name in self.adapters else ()
+        return {key: value for key, value in copied if value.is_floating_point()}
 
     def remove(self, name: str) -> None:
         """Remove the trainable copy that belongs to an adapter."""

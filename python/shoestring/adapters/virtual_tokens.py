@@ -188,6 +188,7 @@ def start(model: Any, options: VirtualOptions) -> tuple[Tensor, nn.Module | None
 
 
 def _prompt(model: Any, options: PromptOptions) -> Tensor:
+    """Return the first values of prompt tuning: random, or embeddings of random or given tokens."""
     tokens = nn.Embedding(options.tokens, model.config.hidden_size, device="cpu").weight.data
     if options.init == "random":
         return tokens
@@ -206,20 +207,20 @@ def attach_tokens(
 ) -> None:
     """Add virtual tokens to a model; register the hook that inserts them, unless the model has the hook."""
     watch()
-    held = getattr(model, "virtual_tokens", None)
-    if not isinstance(held, VirtualTokens):
-        model.virtual_tokens = held = VirtualTokens()
-        model.register_forward_pre_hook(held.before, with_kwargs=True)
+    tokens = getattr(model, "virtual_tokens", None)
+    if not isinstance(tokens, VirtualTokens):
+        model.virtual_tokens = tokens = VirtualTokens()
+        model.register_forward_pre_hook(tokens.before, with_kwargs=True)
     device = next(model.parameters()).device
-    held.add(
+    tokens.add(
         name, options, values.to(device, torch.float32), None if transform is None else transform.to(device)
     )
 
 
 def detach_tokens(model: nn.Module) -> None:
     """Remove the virtual tokens and their hook from a model."""
-    held = model.virtual_tokens
+    tokens = model.virtual_tokens
     for key, hook in list(model._forward_pre_hooks.items()):
-        if getattr(hook, "__self__", None) is held:
+        if getattr(hook, "__self__", None) is tokens:
             del model._forward_pre_hooks[key], model._forward_pre_hooks_with_kwargs[key]
     del model.virtual_tokens

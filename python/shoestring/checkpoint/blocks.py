@@ -61,12 +61,12 @@ def find_blocks(
     if isinstance(blocks, (str, type, nn.Module)):
         blocks = [blocks]
     modules = {}
-    for wanted in blocks:
+    for pattern in blocks:
         matching = {
-            name: module for name, module in model.named_modules() if name and _matches(name, module, wanted)
+            name: module for name, module in model.named_modules() if name and _matches(name, module, pattern)
         }
         if not matching:
-            raise ValueError(f"{caller}: blocks: {wanted!r} matches no module of {type(model).__name__}")
+            raise ValueError(f"{caller}: blocks: {pattern!r} matches no module of {type(model).__name__}")
         modules |= matching
     for name in modules:
         outer = next((other for other in modules if name.startswith(other + ".")), None)
@@ -75,11 +75,11 @@ def find_blocks(
     return modules
 
 
-def _matches(name: str, module: nn.Module, wanted: str | type | nn.Module) -> bool:
+def _matches(name: str, module: nn.Module, pattern: str | type | nn.Module) -> bool:
     # a wildcard matches one part of a dotted name: "layers.*" does not match "layers.0.mlp"
-    if isinstance(wanted, str):
-        return name.count(".") == wanted.count(".") and fnmatch.fnmatchcase(name, wanted)
-    return isinstance(module, wanted) if isinstance(wanted, type) else module is wanted
+    if isinstance(pattern, str):
+        return name.count(".") == pattern.count(".") and fnmatch.fnmatchcase(name, pattern)
+    return isinstance(module, pattern) if isinstance(pattern, type) else module is pattern
 
 
 def listed_blocks(module: nn.Module, prefix: str = "") -> dict[str, nn.Module]:
@@ -114,6 +114,7 @@ def treat(module: nn.Module, treatment: Treatment) -> Callable[[], None]:
 
 
 def _forward(original: Callable[..., Any], treatment: Treatment) -> Callable[..., Any]:
+    """Return a forward that gives the activations of the block their treatment while gradients are on."""
     caches = cache_places(original)
 
     @functools.wraps(original)

@@ -76,6 +76,7 @@ def _reachable(sources: object) -> list[object]:
 
 
 def _referred(function: object) -> Iterator[object]:
+    """Yield the objects to which a function refers: arguments, closure, defaults, and modules among its globals."""
     if isinstance(function, functools.partial):
         yield from (function.func, function.args, function.keywords)
     elif isinstance(function, MethodType):

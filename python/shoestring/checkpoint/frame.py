@@ -65,6 +65,7 @@ class _State:
 
     @contextmanager
     def again(self) -> Iterator[None]:
+        """Run the block with the autocast and random states of the first run."""
         with ExitStack() as stack:
             for options in self._autocast:
                 stack.enter_context(torch.autocast(**options))
@@ -74,6 +75,7 @@ class _State:
 
 
 def _get(device: torch.device) -> Tensor:
+    """Return the state of a device's random generator."""
     return (
         torch.get_rng_state()
         if device.type == "cpu"
@@ -82,6 +84,7 @@ def _get(device: torch.device) -> Tensor:
 
 
 def _set(states: list[tuple[torch.device, Tensor]]) -> None:
+    """Set the random states of devices."""
     for device, state in states:
         if device.type == "cpu":
             torch.set_rng_state(state)
@@ -90,6 +93,8 @@ def _set(states: list[tuple[torch.device, Tensor]]) -> None:
 
 
 class _Number:
+    """A placeholder that autograd saves instead of a tensor, which the frame recomputes for it."""
+
     def __init__(self, frame: Frame, tensor: Tensor) -> None:
         self.frame = frame
         self.kind = (tuple(tensor.shape), tensor.dtype, tensor.device)
@@ -224,6 +229,7 @@ def _calls_rrelu() -> bool:
 
 
 def _forget(frame: weakref.ref[Frame], pass_: int) -> None:
+    """Free the tensors that a backward pass has recomputed and not used."""
     if (alive := frame()) is not None:
         for number in alive._numbers:
             if (one := number()) is not None:

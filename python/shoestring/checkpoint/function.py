@@ -30,6 +30,7 @@ class _Run(AbstractContextManager[None]):
 
 
 def _name(item: Keep) -> str:
+    """Return the text by which the checkpoint knows an operator, group or tag."""
     if isinstance(item, torch._ops.OpOverload):
         return f"{item.namespace}::{item._opname}.{item._overloadname}"
     if isinstance(item, torch._ops.OpOverloadPacket):
@@ -62,6 +63,7 @@ def _run_without_tape() -> _Run:
 
 @functools.cache
 def _operators(names: tuple[str, ...]) -> set[str]:
+    """Return the operators that ``keep`` names, with those of its groups."""
     operators = set(torch.ops.shoestring._checkpoint_operators(names))
     for name in names:
         if name not in operators and name not in ("attention", "products"):

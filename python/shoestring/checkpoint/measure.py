@@ -211,7 +211,7 @@ def _measure_once(run: Forward, call: Call, device: torch.device) -> Cost:
         gradient_bytes = meter.current() - before
         del args, kwargs, result, outputs
         # The block may free what it allocated in an earlier call.
-        held = max(0, meter.current() - gradient_bytes)
+        held_bytes = max(0, meter.current() - gradient_bytes)
         meter.reset_peak()
         synchronize(device)
         began = time.perf_counter()
@@ -223,7 +223,7 @@ def _measure_once(run: Forward, call: Call, device: torch.device) -> Cost:
             )
         synchronize(device)
         backward = time.perf_counter() - began
-        return Cost(forward, backward, held, forward_bytes, meter.peak())
+        return Cost(forward, backward, held_bytes, forward_bytes, meter.peak())
 
 
 @dataclass

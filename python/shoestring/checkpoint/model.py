@@ -34,6 +34,7 @@ UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 
 
 
 def _choices() -> tuple[Mapping[str, tuple[str, ...] | None], frozenset[str]]:
+    """Return the operators that each treatment keeps, and the treatments that offload."""
     names, recomputed, keep, offloaded = torch.ops.shoestring._checkpoint_choices()
     kept_operators = {
         name: tuple(operators) if again else None
@@ -195,12 +196,12 @@ def checkpoint_model(
     with no_collection(), gradients_aside(model):
         step, costs = _measure(model, list(modules.values()), _step(model, example), device, offload)
     planned = {kind: _block(cost) for kind, cost in costs.items()}
-    held = step.before.held + sum(costs[kind]["recompute"].held for kind in step.kinds)
+    held_bytes = step.before.held + sum(costs[kind]["recompute"].held for kind in step.kinds)
     after = replace(
         step.after,
-        held=max(0, step.after.held - held),
-        forward_bytes=max(0, step.after.forward_bytes - held),
-        backward_bytes=max(0, step.after.backward_bytes - held),
+        held=max(0, step.after.held - held_bytes),
+        forward_bytes=max(0, step.after.forward_bytes - held_bytes),
+        backward_bytes=max(0, step.after.backward_bytes - held_bytes),
     )
     most = sum(costs[kind]["keep"].held for kind in step.kinds)
     link: dict[str, Any] = offload.measure_link(most) if offload is not None else {}
@@ -229,6 +230,7 @@ def _measure(
     device: torch.device,
     offload: offload_activations | None,
 ) -> tuple[Any, dict[Any, dict[str, Cost]]]:
+    """Run steps without treatments; return one with its measurements, and the costs of each kind of block by treatment."""
     undo = [treat(module, Treatment()) for module in modules]
     try:
         # this first step is not measured, because it creates caches, workspaces and lazy modules
@@ -248,6 +250,7 @@ def _measure(
 def _measure_block(
     module: nn.Module, call: Call, device: torch.device, offload: offload_activations | None
 ) -> dict[str, Cost]:
+    """Return the costs of a block by treatment."""
     costs: dict[str, Cost] = {}
     for name, operators in CHOICES.items():
         forward = type(module).forward
@@ -266,6 +269,7 @@ def _measure_block(
 
 
 def _block(costs: dict[str, Cost]) -> PlanBlock:
+    """Return the costs of a block as the planner reads them."""
     keep = costs["keep"]
     choices = []
     for name, cost in costs.items():
@@ -276,6 +280,7 @@ def _block(costs: dict[str, Cost]) -> PlanBlock:
 
 
 def _choice(name: str, cost: Cost, keep: Cost) -> PlanChoice:
+    """Return a treatment for the planner; its extra time is that beyond ``keep``."""
     extra = cost.forward_seconds + cost.backward_seconds - keep.forward_seconds - keep.backward_seconds
     return PlanChoice(
         name,
@@ -287,12 +292,14 @@ def _choice(name: str, cost: Cost, keep: Cost) -> PlanChoice:
 
 
 def _around(name: str, cost: Cost) -> PlanBlock:
+    """Return what runs before or after the blocks as a block with one treatment."""
     return PlanBlock(
         max(0.0, cost.forward_seconds), max(0.0, cost.backward_seconds), [_choice(name, cost, cost)]
     )
 
 
 def _step(model: nn.Module, example: Any) -> Callable[[], Tensor]:
+    """Return a function that runs the model on the example and returns its loss, or the sum of an output."""
     if callable(example):
         result: Callable[[], Tensor] = example
         return result

@@ -190,6 +190,7 @@ def _names(blocks: Sequence[PlanBlock], choices: Sequence[int]) -> tuple[str, ..
 
 
 def _flat(blocks: Sequence[PlanBlock]) -> tuple[list[float] | list[int], ...]:
+    """Return the fields of blocks and of their choices as the lists that the C++ planner takes."""
     choices = [choice for block in blocks for choice in block.choices]
     return (
         [block.forward_seconds for block in blocks],

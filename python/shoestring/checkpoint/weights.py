@@ -150,10 +150,10 @@ def _offload_while_made(
     try:
         for name, module in (blocks | tables).items():
             param_init_fn(module)
-            left = next((key for key, p in module.named_parameters() if p.device.type == "meta"), None)
-            if left is not None:
+            meta_name = next((key for key, p in module.named_parameters() if p.device.type == "meta"), None)
+            if meta_name is not None:
                 raise InputError(
-                    f"offload_weights: param_init_fn: expected weights for {name}, received none for {left}, which "
+                    f"offload_weights: param_init_fn: expected weights for {name}, received none for {meta_name}, which "
                     "is still on the meta device"
                 )
             if handle is None:
@@ -274,11 +274,11 @@ class OffloadedWeights:
                 f"blocks and tables, received a {type(block).__name__}"
             )
         # An interrupt between the call and ``try`` destroys the result, which ends the use of the block.
-        here = self._store.open(self._indices[block], changed)
+        opened = self._store.open(self._indices[block], changed)
         try:
             yield
         finally:
-            here.close()
+            opened.close()
 
     def statistics(self) -> dict[str, int]:
         """Return figures in bytes.
@@ -423,6 +423,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer | None) -> None:
 
 
 def _key(tensor: Tensor) -> int:
+    """Return a number that tensors of one storage share."""
     key: int = tensor.untyped_storage()._cdata
     return key
 

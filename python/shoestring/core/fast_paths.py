@@ -2,7 +2,7 @@
 
 from torch import nn
 
-# By class: the attribute that allows the fast path, and the value that forbids it. Nothing else reads them.
+# For each class, the attribute that allows the fast path, and the value that forbids it. Nothing else reads them.
 SWITCHES = (
     (nn.TransformerEncoder, "use_nested_tensor", False),
     (nn.TransformerEncoderLayer, "activation_relu_or_gelu", 0),

@@ -9,6 +9,7 @@ import torch
 
 
 def _status(key: str) -> int | None:
+    """Return the bytes that /proc/self/status has for a key, or None if there are none."""
     try:
         with open("/proc/self/status") as file:
             for line in file:

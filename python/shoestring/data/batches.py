@@ -221,6 +221,7 @@ class BatchOrder:
         return [drawn[i : i + self.batch_size] for i in range(0, len(drawn), self.batch_size)]
 
     def _draw(self, position: int) -> int:
+        """Return the row at a position of the endless order, which shuffles all rows anew for each pass."""
         number, index = divmod(position, self.rows)
         if number != self._pass:
             generator = torch.Generator().manual_seed((self.seed * 1_000_003 + number) % (1 << 63))

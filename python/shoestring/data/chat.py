@@ -119,6 +119,7 @@ def _writes_none(messages: Messages, text: str) -> bool:
 
 
 def _render(tokenizer: Any, messages: Messages, tools: Tools, ask: bool) -> Rendered:
+    """Apply the chat template to messages; ``ask`` adds the prompt for an answer at the end."""
     from transformers.utils import chat_template_utils
 
     template: str = DEFAULT_CHAT_TEMPLATE
@@ -319,6 +320,7 @@ def _common(a: str, b: str) -> int:
 
 
 def _pieces(text: str, spans: Spans) -> Segments:
+    """Split a text at spans; return the pieces, each with whether it is one of the spans."""
     pieces, end = list[tuple[str, bool]](), 0
     for first, last in spans:
         pieces += [(text[end:first], False), (text[first:last], True)]

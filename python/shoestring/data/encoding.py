@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,6 +29,14 @@ class Tokens:
     begins: np.ndarray  # first character of each token
     ends: np.ndarray  # character after the last one of each token
     words: np.ndarray  # index of the word in which the tokenizer found each token
+
+
+class Marked(NamedTuple):
+    """The tokens of a text of which some characters are trained."""
+
+    ids: list[int]
+    trained: list[bool]  # whether each token covers a trained character
+    straddles: bool  # whether a trained token also covers characters that are not trained
 
 
 class Encoder:
@@ -89,16 +97,12 @@ class Encoder:
         """Return the ids before the special tokens that end a text, unless the text ends with these itself."""
         return ids if ids[-len(self.finish) :] == self.finish else [*ids, *self.finish]
 
-    def marked(self, texts: list[str], trained: list[np.ndarray]) -> list[tuple[list[int], list[bool], bool]]:
+    def marked(self, texts: list[str], trained: list[np.ndarray]) -> list[Marked]:
         """Tokenise texts of which some characters are trained.
 
         Args:
             texts: whole texts.
             trained: whether each character of each text is trained.
-
-        Returns:
-            For each text: its token ids; whether each token is trained, which it is if it covers a trained
-            character; and whether a trained token also covers characters that are not trained.
         """
         if not self.has_offsets:
             return [
@@ -107,9 +111,7 @@ class Encoder:
             ]
         return [_marked(tokens, mask) for tokens, mask in zip(self.tokens(texts), trained)]
 
-    def _marked_by_prefixes(
-        self, ids: list[int], text: str, trained: np.ndarray
-    ) -> tuple[list[int], list[bool], bool]:
+    def _marked_by_prefixes(self, ids: list[int], text: str, trained: np.ndarray) -> Marked:
         """Mark tokens without offsets: where the trained characters change, the text before is tokenised too.
 
         The tokens that the text before and the whole text have in common cover nothing after the change. The
@@ -130,7 +132,7 @@ class Encoder:
             marks[first:end] = [state] * max(0, end - first)
             state, first = not state, max(first, end)
         marks[first:] = [state] * (len(ids) - first)
-        return ids, marks, straddles
+        return Marked(ids, marks, straddles)
 
     def document(self, pieces: Iterator[str]) -> Iterator[list[int]]:
         """Yield the token ids of one document, in parts; together they are those of the whole document."""
@@ -190,13 +192,14 @@ def _slices(pieces: Iterator[str]) -> Iterator[str]:
 
 def _read(pieces: Iterator[str], characters: int) -> str:
     """Return the next pieces, of at least so many characters in total if there are as many."""
-    taken = [next(pieces, "")]
-    while taken[-1] and sum(map(len, taken)) < characters:
-        taken.append(next(pieces, ""))
-    return "".join(taken)
+    head = [next(pieces, "")]
+    while head[-1] and sum(map(len, head)) < characters:
+        head.append(next(pieces, ""))
+    return "".join(head)
 
 
 def _start_of(tokens: Tokens, index: int) -> int:
+    """Return the index of the first character of a token, or -1 after the last token."""
     return int(tokens.begins[index]) if index < len(tokens.begins) else -1
 
 
@@ -239,14 +242,14 @@ def _within(tokens: Tokens, shift: int, low: int, high: int) -> Tokens:
     return Tokens(tokens.ids[part], tokens.begins[part], tokens.ends[part], tokens.words[part])
 
 
-def _marked(tokens: Tokens, trained: np.ndarray) -> tuple[list[int], list[bool], bool]:
+def _marked(tokens: Tokens, trained: np.ndarray) -> Marked:
     count = np.concatenate([[0], np.cumsum(trained)])  # number of trained characters before each
     # A token without characters, such as the space that some tokenizers put first, belongs to the next character.
     begins = np.minimum(tokens.begins, max(0, len(trained) - 1))
     ends = np.minimum(np.maximum(tokens.ends, begins + 1), len(trained))
     covered = count[ends] - count[begins]
     straddles = bool(np.any((covered > 0) & (covered < ends - begins)))
-    return tokens.ids.tolist(), (covered > 0).tolist(), straddles
+    return Marked(tokens.ids.tolist(), (covered > 0).tolist(), straddles)
 
 
 def _added(tokenizer: Any) -> tuple[list[int], list[int]]:

@@ -12,7 +12,7 @@ import numpy as np
 from shoestring.core.errors import InputError
 from shoestring.data.batches import Examples
 from shoestring.data.chat import ChatReader, Segments
-from shoestring.data.encoding import BATCH_CHARACTERS, Encoder
+from shoestring.data.encoding import BATCH_CHARACTERS, Encoder, Marked
 from shoestring.data.fields import check_fields
 from shoestring.data.progress import advance, working
 from shoestring.data.records import CHAT, COMPLETION, kind_of_value, read_records
@@ -127,7 +127,7 @@ def encode_examples(texts: Texts, tokenizer: Any, seq_len: int) -> Encoded:
     return Encoded(examples, shortened, dropped, notes)
 
 
-def _encode(examples: list[Segments], encoder: Encoder) -> Iterator[tuple[list[int], list[bool], bool]]:
+def _encode(examples: list[Segments], encoder: Encoder) -> Iterator[Marked]:
     """Yield what ``Encoder.marked`` returns for each example; tokenise some of them at a time."""
     texts, masks, characters = list[str](), list[np.ndarray](), 0
     with working("tokenizing", sum(len(text) for example in examples for text, _ in example)):

@@ -95,9 +95,9 @@ def _joined(parts: list[Any], where: str) -> str:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             kind = shown(part.get("type")) if isinstance(part, dict) else kind_of_value(part)
             raise InputError(f'{where}: "content": expected parts of the type "text", got {kind}')
-        others = [name for name, value in part.items() if name not in ("type", "text") and value is not None]
-        if others:
-            raise InputError(f'{where}: "content": the field {shown(others[0])} of a part is not understood')
+        unknown = [name for name, value in part.items() if name not in ("type", "text") and value is not None]
+        if unknown:
+            raise InputError(f'{where}: "content": the field {shown(unknown[0])} of a part is not understood')
     return "".join(part["text"] for part in parts)
 
 

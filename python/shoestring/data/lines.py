@@ -28,11 +28,11 @@ def read_text(path: Path, whole_lines: bool = False) -> Iterator[str]:
         while True:
             block = file.read(CHUNK)
             # Number of bytes of an incomplete UTF-8 character at the end of the previous block.
-            held = len(decoder.getstate()[0])
+            undecoded = len(decoder.getstate()[0])
             try:
                 text = decoder.decode(block, final=not block)
             except UnicodeDecodeError as error:
-                offset = consumed - held + error.start
+                offset = consumed - undecoded + error.start
                 raise InputError(f"{path}: {not_utf8(error, offset)}") from None
             consumed += len(block)
             advance(len(block))

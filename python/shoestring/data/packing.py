@@ -133,6 +133,7 @@ class PackedOrder:
         return [self._batch(number) for number in range(first, first + self._accumulate)]
 
     def _batch(self, number: int) -> list[int]:
+        """Return the rows of a batch, counted over all passes."""
         while self._ends[-1] <= number:
             self._sampler.set_epoch(len(self._ends) - 1)
             self._ends.append(self._ends[-1] + len(self._sampler))

@@ -44,6 +44,7 @@ def _holds_tensors(leaf: object) -> bool:
 
 
 def _put(ring: Any, batches: _Batches, number: int, batch: object) -> None:
+    """Put the tensors of a batch into the ring, with a function that restores the structure around them."""
     leaves, structure = _pytree.tree_flatten(batch)
     tensors, indices = [], []
     for i, leaf in enumerate(leaves):

@@ -46,6 +46,7 @@ def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _lines(path: Path) -> Iterator[tuple[str, str, Any]]:
+    """Yield (where, text, record) for each line of a JSON Lines file."""
     number = 0
     for piece in read_text(path, whole_lines=True):
         for line in piece.split("\n") if not piece.endswith("\n") else piece[:-1].split("\n"):
@@ -95,11 +96,11 @@ class _Scan:
     def _read(self) -> bool:
         """Add text, at least as much as there is; return whether there was any."""
         added: list[str] = []
-        wanted = len(self._text) - self._at
+        missing = len(self._text) - self._at
         while piece := next(self._pieces, ""):
             added.append(piece)
-            wanted -= len(piece)
-            if wanted <= 0:
+            missing -= len(piece)
+            if missing <= 0:
                 break
         self._text, self._at = self._text[self._at :] + "".join(added), 0
         return bool(added)
@@ -138,6 +139,7 @@ class _Scan:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object from its pairs; raise RepeatedFieldError if it names a field twice."""
     fields = dict(pairs)
     if len(fields) < len(pairs):
         names = [name for name, _ in pairs]

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shoestring._load import LIBRARIES
 
-TIMEOUT = timedelta(minutes=10)  # of collectives, in groups that this package starts
+TIMEOUT = timedelta(minutes=10)  # limit of collectives in groups that this package starts
 
 
 @functools.cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import NamedTuple
 
 _PREFIXES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _PREFIXES |= {"KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
@@ -66,6 +67,12 @@ class Link:
         return f"{bits / _PREFIXES[name]:.4g}{name}bit,{self.latency / size:.4g}{unit}"
 
 
+class _Volumes(NamedTuple):
+    messages: float  # number of messages one after the other
+    carried: float  # bytes that take time
+    sent: float  # bytes that a rank sends
+
+
 @dataclass(frozen=True)
 class Collective:
     """One collective of all ranks of a group.
@@ -90,29 +97,30 @@ class Collective:
     what: str
     inner: bool = False
 
-    def _volumes(self, gloo: bool) -> tuple[float, float, float]:
-        """Return the number of messages one after the other, the bytes that take time, and those a rank sends."""
+    def _volumes(self, gloo: bool) -> _Volumes:
         n, size = self.ranks, self.bytes
         if n == 1 or size == 0:
-            return 0, 0, 0
+            return _Volumes(0, 0, 0)
         share = (n - 1) / n * size
         kind = "all-reduce" if gloo and self.kind == "reduce-scatter" else self.kind
         if kind == "all-reduce":
-            return 2 * (n - 1), 2 * share, 2 * share
+            return _Volumes(2 * (n - 1), 2 * share, 2 * share)
         if kind == "gather":  # the root receives from all others
-            return 1, share, share / n
+            return _Volumes(1, share, share / n)
         if kind == "reduce":
             again = max(0, size - 2 * n * _GLOO_SEGMENT) / n
-            return (n, 2 * share + again, share * (1 + 1 / n) + again) if gloo else (n - 1, size, share)
+            if gloo:
+                return _Volumes(n, 2 * share + again, share * (1 + 1 / n) + again)
+            return _Volumes(n - 1, size, share)
         # Two ranks of Gloo ask for each message over the connection on which the other one arrives.
         turns = {"all-to-all": 2.0, "all-gather": 1.5}.get(kind, 1.0) if gloo and n == 2 else 1.0
-        return n - 1, turns * share, share
+        return _Volumes(n - 1, turns * share, share)
 
     def sent(self, gloo: bool) -> float:
         """Return the bytes that a rank sends, on average over the ranks."""
-        return self._volumes(gloo)[2]
+        return self._volumes(gloo).sent
 
     def seconds(self, link: Link, gloo: bool) -> float:
         """Return the time over a link of which nobody else sends anything."""
-        messages, size, _ = self._volumes(gloo)
-        return messages * link.latency + size / link.bandwidth
+        volumes = self._volumes(gloo)
+        return volumes.messages * link.latency + volumes.carried / link.bandwidth

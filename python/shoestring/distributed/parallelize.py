@@ -33,7 +33,7 @@ from shoestring.distributed.groups import (
 from shoestring.distributed.shard import split_steps
 from shoestring.optim.base import SPLITS_STEPS, LowMemoryOptimizer
 
-TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun sets in the environment
+TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # environment variables that torchrun sets
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "hsdp")
 COMPRESS = ("8bit", "4bit", "1bit", "powersgd")
 STATE = 2 + 2 * 4 / 256  # bytes of the state of AdamW in 8 bits, for each trained element
@@ -71,7 +71,7 @@ class RankBytes:
 
 @dataclass
 class ParallelReport:
-    """What ``parallelize`` has done; ``undo`` reverts it.
+    """The changes that ``parallelize`` has made; ``undo`` reverts them.
 
     Attributes:
         strategy: "ddp", "zero1", "zero2", "zero3" or "hsdp"; "none" if there is one process that is not in a
@@ -305,10 +305,10 @@ def parallelize(
     elif strategy == "auto":
         strategy, reason = choose(model, ranks, compress)
     _check_together(strategy, compress, find_unused)
-    made = _mesh(model, strategy, mesh, ranks)
-    split = made.size(made.ndim - 1) if made is not None else ranks
+    grid = _mesh(model, strategy, mesh, ranks)
+    split = grid.size(grid.ndim - 1) if grid is not None else ranks
     replicas = ranks // split
-    if made is not None:
+    if grid is not None:
         _check_rows(model, split)
     if compress is not None and strategy == "hsdp" and replicas == 1 < ranks:
         _refuse(
@@ -319,9 +319,9 @@ def parallelize(
     needs = needed(model, strategy, split, compress, replicas)
     report = ParallelReport(strategy, ranks, needs, reason, compress, offload)
     report._model = model
-    report._undo.append(name_collectives(group, *(made.get_all_groups() if made is not None else ())))
+    report._undo.append(name_collectives(group, *(grid.get_all_groups() if grid is not None else ())))
     try:
-        _apply(model, report, made, find_unused)
+        _apply(model, report, grid, find_unused)
     except BaseException:
         report.undo()
         raise

@@ -82,11 +82,11 @@ class Program:
 
     def peak(self) -> int:
         """Return the largest number of bytes that the program holds at a time."""
-        held = most = 0
+        held_bytes = most = 0
         for each in self.operations:
             if isinstance(each, Hold):
-                held += each.bytes
-                most = max(most, held)
+                held_bytes += each.bytes
+                most = max(most, held_bytes)
         return most
 
     def seconds(self, step: float, link: Link, inner: Link | None = None, gloo: bool = False) -> float:

@@ -207,10 +207,10 @@ def _keep_files(former: Path, new: Path, inside: bool = False) -> None:
         if entry.is_dir(follow_symlinks=False):
             if os.path.ismount(entry.path):
                 raise OSError(errno.EBUSY, "a folder with a mount point in it cannot be replaced", entry.path)
-            made = not target.exists()
+            is_new = not target.exists()
             target.mkdir(exist_ok=True)
             _keep_files(Path(entry.path), target, inside=True)
-            if made:
+            if is_new:
                 _copy_attributes(Path(entry.path), target)
         elif not os.path.lexists(target):
             os.link(entry.path, target, follow_symlinks=False)

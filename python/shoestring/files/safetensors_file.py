@@ -106,6 +106,7 @@ def checksum_of(
 
 
 def _used(tensors: Mapping[str, Tensor | Gathered], writes: bool) -> Mapping[str, Tensor | Gathered]:
+    """Return the tensors that this process must visit: all if it writes, else those that all processes gather."""
     return tensors if writes else {name: t for name, t in tensors.items() if isinstance(t, Gathered)}
 
 

@@ -386,6 +386,7 @@ class LowMemoryOptimizer(StateDicts, GradientHooks):
     # ---- what the core knows ---------------------------------------------------------------------------------
 
     def _values(self, group: dict[str, Any]) -> dict[str, object]:
+        """Return the options of a group as the core takes them."""
         return {name: core_value(group[name]) for name in self._option_names}
 
     def _stepped(self, param: Tensor) -> Tensor:

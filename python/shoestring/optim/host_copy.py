@@ -73,6 +73,7 @@ def _copy_back(tensor: Tensor, host: Tensor) -> None:
 
 
 def _restore_of(each: Any) -> Callable[[], object]:
+    """Copy the state of an object to the host; return a function that restores it."""
     if isinstance(each, LowMemoryOptimizer) and each._all_ranks is not None:
         return each._copy_of_part()
     state = _copied(each.state_dict(), _on_host)

@@ -65,6 +65,7 @@ class Uninterrupted:
                 _signal.signal(number, handler)
 
     def _defer(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal: keep it for later while signals are deferred, else pass it to its handler."""
         if self._defers and number not in self._pending:
             self._pending.append(number)
             return

@@ -179,6 +179,7 @@ class SAM(Optimizer):
         return moves
 
     def _ascend(self) -> None:
+        """Move the weights uphill along their gradients, and note whether the gradients are finite."""
         moved = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
         params, rho = [p for p, _ in moved], [float(group["rho"]) for _, group in moved]
         adaptive = [bool(group["adaptive"]) for _, group in moved]
@@ -233,6 +234,7 @@ class SAM(Optimizer):
         return loss
 
     def _go_back(self) -> None:
+        """Restore the weights from before the move uphill."""
         if self._weights is not None:
             self._weights.go_back()
         self._weights = None

@@ -202,6 +202,7 @@ def _local(value: Tensor, param: Tensor) -> Tensor:
 
 
 def _owned_part(where: str, value: Tensor, param: Tensor, part: Part, whole: bool) -> Tensor:
+    """Return the part of a saved state that this process owns; raise ValueError if its shape does not fit."""
     shape, flat = _shape(part, param), (part.size(param),)
     if whole or value.shape == shape:
         return _local(value, param)

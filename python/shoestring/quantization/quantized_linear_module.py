@@ -283,6 +283,7 @@ def read_quantized(
 def _int8_of(
     state_dict: dict[str, Any], prefix: str, shape: tuple[int, int], dtype: torch.dtype
 ) -> QuantizedTensor:
+    """Take an int8 weight under bitsandbytes' keys out of a state dict."""
     packed, absmax = state_dict[prefix + "weight"], state_dict.pop(prefix + "SCB")
     order = state_dict.pop(prefix + "weight_format", 0)
     order = order.tolist() if isinstance(order, Tensor) and order.numel() == 1 else order
@@ -340,6 +341,7 @@ def _state_of(text: Tensor, state_key: str) -> dict[str, Any]:
 
 
 def _4bit_of(state_dict: dict[str, Any], key: str, state_key: str, shape: tuple[int, int]) -> QuantizedTensor:
+    """Take a 4-bit weight under bitsandbytes' keys out of a state dict."""
     state = _state_of(state_dict.pop(state_key), state_key)
     quant_type, block_size = state["quant_type"], state["blocksize"]
     if quant_type not in TYPES or block_size not in BLOCK_SIZES:

@@ -172,6 +172,7 @@ class QuantizedTensor(Tensor):
     def _like(
         self, change: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None
     ) -> "QuantizedTensor":
+        """Return a tensor of the same form whose codes and scales ``change`` has replaced."""
         nested = None if self.nested is None else change(self.nested)
         changed = self._of(change(self.packed), change(self.absmax), nested, self.shape, dtype)
         changed._rows_of_all = self._rows_of_all
@@ -200,12 +201,14 @@ class QuantizedTensor(Tensor):
         return self._gathered_parts(outer_size)
 
     def _gathered_parts(self, outer_size: torch.Size) -> tuple[tuple[Tensor, ...], Any]:
+        """Return the tensors that FSDP2 all-gathers, and the metadata to restore the weight from them."""
         if self.nested is None:
             return (self.packed, self.absmax), (outer_size, None)
         tables = NestedScales.of(self.nested)
         return (self.packed, self.absmax, tables.scales.contiguous()), (outer_size, tables)
 
     def _gather_few_rows(self, mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
+        """Return the tensors to all-gather if ranks have different numbers of rows, padded to the largest."""
         assert self._rows_of_all is not None
         outer_size = torch.Size((self._rows_of_all, *self.shape[1:]))
         rows, most = self.shape[0], math.ceil(self._rows_of_all / mesh.size())

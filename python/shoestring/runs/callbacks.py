@@ -371,7 +371,7 @@ def transformers_callback(callbacks: Callback | None = None) -> Any:
     """
     from transformers import TrainerCallback
 
-    ours = Callbacks() if callbacks is None else callbacks
+    own_callbacks = Callbacks() if callbacks is None else callbacks
 
     class Adapter(TrainerCallback):
         def __init__(self) -> None:
@@ -391,12 +391,12 @@ def transformers_callback(callbacks: Callback | None = None) -> Any:
                     "which would write one file. Join their callbacks: Callbacks(first=..., second=...)"
                 )
             if state.global_step > 0:
-                _restore(ours, _checkpoint_of(args, state), state)
-            ours.on_start(self.run)
+                _restore(own_callbacks, _checkpoint_of(args, state), state)
+            own_callbacks.on_start(self.run)
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
             self._update(state, kwargs.get("model"), kwargs.get("optimizer"))
-            ours.on_step(self.run)
+            own_callbacks.on_step(self.run)
             control.should_training_stop |= self.run.should_stop
             self._consolidate(args, control)
             return control
@@ -418,16 +418,16 @@ def transformers_callback(callbacks: Callback | None = None) -> Any:
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> Any:
             self._update(state)
             self.run.metrics = {k: v for k, v in (logs or {}).items() if isinstance(v, (int, float))}
-            ours.on_metrics(self.run)
+            own_callbacks.on_metrics(self.run)
 
         def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
             folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
             if folder.is_dir() and state.is_world_process_zero:
                 with atomic_file(folder / STATE_FILE) as file:
-                    torch.save(ours.state_dict(), file)
+                    torch.save(own_callbacks.state_dict(), file)
 
         def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-            ours.on_end(self.run)
+            own_callbacks.on_end(self.run)
 
     return Adapter()
 

@@ -158,6 +158,7 @@ def _try(
     repeats: int,
     gain: float,
 ) -> None:
+    """Time steps with and without a switch, and turn it on if it is faster by at least ``gain``."""
     reason = _reason_against(name, model, device)
     if reason:
         fast.report.append(MeasuredSwitch(name, False, reason=reason))

@@ -152,15 +152,15 @@ def _try(
     try:
         step(rows)
         step(rows)
-        taken = (torch.accelerator.max_memory_allocated(device) if is_gpu else peak_bytes()) - before
-        fits = is_gpu or taken <= limit
+        peak_growth = (torch.accelerator.max_memory_allocated(device) if is_gpu else peak_bytes()) - before
+        fits = is_gpu or peak_growth <= limit
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        taken, fits = 0, False
+        peak_growth, fits = 0, False
     finally:
         copy.restore()
-    return BatchTrial(rows, fits, taken, was_run=True)
+    return BatchTrial(rows, fits, peak_growth, was_run=True)
 
 
 def _clear(device: torch.device) -> None:

@@ -173,6 +173,7 @@ def _groups(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
 def _one_pass(
     step: Callable[[], Tensor | float], groups: list[dict[str, Any]], shares: list[float], rates: list[float]
 ) -> LrPass:
+    """Run a step with each learning rate until the loss diverges."""
     lrs: list[float] = []
     losses: list[float] = []
     for rate in rates:
@@ -203,6 +204,7 @@ def _one_pass(
 
 
 def _set_all(groups: list[dict[str, Any]], former: list[Any], values: list[float]) -> None:
+    """Give groups their former learning rates back, with the values that these had."""
     for group, lr, value in zip(groups, former, values, strict=True):
         group["lr"] = lr  # a tensor remains the same object
         _set(group, value)

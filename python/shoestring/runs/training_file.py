@@ -165,7 +165,7 @@ def save_training(
     }
     if also:
         metadata["also"] = json.dumps(also)
-    _described(metadata, "save_training")  # what could not be read is not written
+    _described(metadata, "save_training")  # raises for content that could not be read back
     tensors |= {f"random.{name}": state for name, state in generators.items()}
     metadata["checksum"] = checksum_of(tensors, metadata, writes=True)
     save_gathered(path, tensors, metadata, writes=True)
@@ -374,6 +374,7 @@ def _parameters_with(state: Iterable[str], optimizer: Optimizer) -> set[Tensor]:
 
 
 def _files_of(optimizer: Optimizer) -> Any:
+    """Return the module that stores and restores an optimizer of this class."""
     return optimizer_files if isinstance(optimizer, LowMemoryOptimizer) else torch_files
 
 

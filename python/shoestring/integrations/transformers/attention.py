@@ -173,6 +173,7 @@ def _ints(t: Tensor | None) -> Tensor | None:
 
 
 def _sum(bias: Tensor, mask: Tensor) -> Tensor:
+    """Return the sum of a bias and a mask, which may be boolean."""
     return bias.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else bias + mask
 
 

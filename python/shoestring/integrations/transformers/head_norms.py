@@ -124,9 +124,9 @@ def fuse_head_norms(model: nn.Module, run: Callable[[], object]) -> tuple[list[F
         expected = _result(module, calls.get(name))
         undo = derive(module, _joining(type(module), _pair(module)), (JOINING, STRICT))
         module.__dict__[STRICT] = True
-        ours = _result(module, calls.get(name))
+        fused_result = _result(module, calls.get(name))
         del module.__dict__[STRICT]
-        if _close(ours, expected):
+        if _close(fused_result, expected):
             changes.append((name, "norms of queries and keys with their rotation", undo))
         else:
             undo()
@@ -145,6 +145,7 @@ def _pair(module: nn.Module) -> tuple[str, ...]:
 
 
 def _calls(modules: dict[str, nn.Module], run: Callable[[], object]) -> dict[str, tuple[Any, dict[str, Any]]]:
+    """Run a function; return the arguments of the first call of each module, without key-value caches."""
     calls: dict[str, tuple[Any, dict[str, Any]]] = {}
     hooks = []
     for name, module in modules.items():
@@ -165,6 +166,7 @@ def _calls(modules: dict[str, nn.Module], run: Callable[[], object]) -> dict[str
 
 
 def _result(module: nn.Module, call: tuple[Any, dict[str, Any]] | None) -> Tensor | None:
+    """Repeat a call of a module in evaluation mode; return its first result, or None if that fails."""
     if call is None:
         return None
     training = module.training
@@ -180,14 +182,16 @@ def _result(module: nn.Module, call: tuple[Any, dict[str, Any]] | None) -> Tenso
         module.train(training)
 
 
-def _close(ours: Tensor | None, theirs: Tensor | None) -> bool:
-    if ours is None or theirs is None or ours.shape != theirs.shape:
+def _close(fused: Tensor | None, original: Tensor | None) -> bool:
+    if fused is None or original is None or fused.shape != original.shape:
         return False
-    tolerance = 1e-4 if theirs.dtype == torch.float32 else 2e-2
-    return bool((ours - theirs).norm() <= tolerance * theirs.norm())
+    tolerance = 1e-4 if original.dtype == torch.float32 else 2e-2
+    return bool((fused - original).norm() <= tolerance * original.norm())
 
 
 def _joining(original: type[Any], pair: tuple[str, ...]) -> dict[str, Any]:
+    """Return the attributes of a class whose forward lets the rotary embedding compute two norms."""
+
     @functools.wraps(original.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         setattr(self, JOINING, True)

@@ -77,6 +77,7 @@ def fuse_norms(model: nn.Module) -> tuple[list[Found], list[Left]]:
 
 
 def _eps(module: Any, x: Tensor) -> float:
+    """Return the eps of a norm by any of its names, or the one that PyTorch takes without it."""
     eps = getattr(module, "variance_epsilon", None)
     eps = getattr(module, "eps", None) if eps is None else eps
     return torch.finfo(x.dtype).eps if eps is None else float(eps)
@@ -96,8 +97,8 @@ def _norm_options(module: Any) -> dict[str, Any] | None:
             x = torch.randn(64, len(weight), generator=draw).bfloat16()
             expected, agree = trial(x), {}
             for offset, upcast in ((0.0, "llama"), (0.0, "gemma"), (1.0, "gemma")):
-                ours = rms_norm(x, weight, eps=_eps(module, x), offset=offset, upcast=upcast)
-                agree[offset, upcast] = (ours == expected).double().mean().item()
+                fused = rms_norm(x, weight, eps=_eps(module, x), offset=offset, upcast=upcast)
+                agree[offset, upcast] = (fused == expected).double().mean().item()
     except Exception:  # raised if the norm's forward has another signature
         return None
     (offset, upcast), share = max(agree.items(), key=lambda item: item[1])
@@ -120,9 +121,9 @@ def _rms_norm(original: Callable[..., Any], options: dict[str, Any]) -> dict[str
     @functools.wraps(original)
     def forward(self: Any, x: Tensor) -> Tensor:
         out = _rounds_to(self, x)
-        made = take(self, x, out)
-        if made is not None:
-            return made
+        computed = take(self, x, out)
+        if computed is not None:
+            return computed
         if widens(self, x):
             result: Tensor = original(self, x)
             return result
@@ -155,9 +156,9 @@ def _layer_norm(original: Callable[..., Any]) -> dict[str, Any]:
     @functools.wraps(original)
     def forward(self: Any, x: Tensor) -> Tensor:
         out = _rounds_to(self, x)
-        made = take(self, x, out)
-        if made is not None:
-            return made
+        computed = take(self, x, out)
+        if computed is not None:
+            return computed
         if self.weight.dtype != x.dtype:
             result: Tensor = original(self, x)
             return result
@@ -240,9 +241,9 @@ def _kind(function: Callable[..., Any]) -> tuple[bool, bool] | None:
     for table, kind in ((apart, (False, False)), (apart, (True, True)), (beside, (True, False))):
         try:
             with torch.no_grad():
-                theirs = function(q, k, table.cos(), table.sin())
-            ours = rope(q, k, angles.cos(), angles.sin(), interleaved=kind[0])
-            if all(torch.allclose(a, b, atol=1e-5) for a, b in zip(theirs, ours, strict=True)):
+                original = function(q, k, table.cos(), table.sin())
+            fused = rope(q, k, angles.cos(), angles.sin(), interleaved=kind[0])
+            if all(torch.allclose(a, b, atol=1e-5) for a, b in zip(original, fused, strict=True)):
                 return kind
         except Exception:  # raised if the rotary function has another signature
             return None
@@ -258,9 +259,11 @@ def _autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 
 def _rotation(original: Callable[..., Any], interleaved: bool, of_halves: bool) -> Callable[..., Any]:
+    """Return ``apply_rotary_pos_emb`` with a fused kernel, for the calls that the kernel can compute."""
+
     @functools.wraps(original)
     def apply_rotary_pos_emb(q: Any, k: Any, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
-        ours = (
+        is_supported = (
             q.ndim == 4
             and cos.ndim == 3
             and q.dtype == k.dtype
@@ -270,9 +273,9 @@ def _rotation(original: Callable[..., Any], interleaved: bool, of_halves: bool) 
             # the dtype of autocast, to which the operator rounds them at once.
             and (q.dtype == cos.dtype or (cos.dtype == torch.float32 and q.dtype == _autocast_dtype(q)))
         )
-        ours = ours and not args and not kwargs
-        q, k, norms = joint(q, k) if ours else (made(q), made(k), {})
-        if not ours or q.dtype != k.dtype:  # under autocast, a norm of q alone may widen it
+        is_supported = is_supported and not args and not kwargs
+        q, k, norms = joint(q, k) if is_supported else (made(q), made(k), {})
+        if not is_supported or q.dtype != k.dtype:  # under autocast, a norm of q alone may widen it
             return original(q, k, cos, sin, *args, **kwargs)
         width = cos.shape[-1]
         if of_halves:
@@ -337,8 +340,8 @@ def _gated(module: Any) -> tuple[Callable[[Tensor, Tensor], Tensor], str] | None
                 if not torch.allclose(module.act_fn(x), plain(x), rtol=1e-5, atol=1e-6):
                     continue
                 product = ours(gate, up)
-                made, disturbed = module.down_proj(product), module.down_proj(shaken(product))
-                return (ours, what) if within_rounding(module(tokens), made, disturbed) else None
+                fused, disturbed = module.down_proj(product), module.down_proj(shaken(product))
+                return (ours, what) if within_rounding(module(tokens), fused, disturbed) else None
     except Exception:  # raised if the MLP's forward has another signature or returns no tensor
         return None
     finally:

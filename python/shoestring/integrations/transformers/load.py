@@ -411,9 +411,9 @@ def _by_values(
     """
     untied: list[tuple[list[str], Tensor]] = []
     for names, like in tensors:
-        held = [name for name in names if name in reader.stored]
+        stored_names = [name for name in names if name in reader.stored]
         equal: dict[bytes, list[str]] = {}
-        for name in held if len(held) > 1 else []:
+        for name in stored_names if len(stored_names) > 1 else []:
             equal.setdefault(_digest(name, like.dtype, reader, parts), []).append(name)
         groups = list(equal.values()) or [[]]
         owners: dict[tuple[nn.Module, str], list[str]] = {}
@@ -428,7 +428,7 @@ def _by_values(
                     )
         for group in groups[1:]:
             _set(model, group, torch.empty_like(like))
-        first = [name for name in names if name in groups[0] or name not in held or not equal]
+        first = [name for name in names if name in groups[0] or name not in stored_names or not equal]
         untied += [(first, like), *((group, like) for group in groups[1:])]
     if len(untied) > len(tensors):
         note_ties(model)
@@ -455,6 +455,7 @@ def _set_codes(
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> None:
+    """Give a layer the quantised weight that files hold in several parts."""
     read = {part: reader.read(part) for part in parts}
     codes = read_quantized(read, name + ".", (layer.out_features, layer.in_features), dtype)
     if codes is None:
@@ -472,6 +473,7 @@ def _make_quantized(layer: nn.Linear) -> None:
 
 
 def _set(model: nn.Module, names: Sequence[str], tensor: Tensor) -> None:
+    """Set a parameter or buffer under all its names, which share it."""
     parameter: nn.Parameter | None = None
     for name in names:
         parent_name, _, child = name.rpartition(".")
@@ -486,22 +488,22 @@ def _set(model: nn.Module, names: Sequence[str], tensor: Tensor) -> None:
 
 def _recreate_buffers(model: Any, device: torch.device | str) -> None:
     """Let the model compute the buffers that no file contains, such as rotary frequencies."""
-    left = {name: buffer for name, buffer in model.named_buffers() if buffer.is_meta}
-    if not left:
+    meta_buffers = {name: buffer for name, buffer in model.named_buffers() if buffer.is_meta}
+    if not meta_buffers:
         return
-    for name, buffer in left.items():
+    for name, buffer in meta_buffers.items():
         if buffer.nbytes > MOST_BUFFER:
             raise ValueError(
                 f"{METHOD}: {type(model).__name__}: the buffer {name}, which config.json asks for, has {buffer.nbytes} bytes; "
                 f"expected at most {MOST_BUFFER}"
             )
-    for name, buffer in left.items():
+    for name, buffer in meta_buffers.items():
         empty = float("nan") if buffer.is_floating_point() else 0
         _set(model, [name], torch.full_like(buffer, empty, device=device))
     done = [
         t
         for t in (*model.parameters(), *model.buffers())
-        if not any(t is model.get_buffer(name) for name in left)
+        if not any(t is model.get_buffer(name) for name in meta_buffers)
     ]
     for tensor in done:
         tensor._is_hf_initialized = True
@@ -509,7 +511,7 @@ def _recreate_buffers(model: Any, device: torch.device | str) -> None:
         model.initialize_weights()
     for tensor in done:
         del tensor._is_hf_initialized
-    for name in left:
+    for name in meta_buffers:
         if model.get_buffer(name).isnan().any():
             raise ValueError(
                 f"{METHOD}: {type(model).__name__}: the buffer {name} is in no file, and the model does not make it"

@@ -115,10 +115,10 @@ class Logits:
         number = isinstance(factor, (int, float))
         if not number and not (isinstance(factor, Tensor) and factor.numel() == 1 and self.outer is None):
             raise refused("mul by more than one number")
-        made = replace(self, make=lambda: self.make() * factor)
+        scaled = replace(self, make=lambda: self.make() * factor)
         if self.outer is None:
-            return replace(made, scale=self.scale * factor)
-        return replace(made, outer=self.outer * factor)
+            return replace(scaled, scale=self.scale * factor)
+        return replace(scaled, outer=self.outer * factor)
 
     __rmul__ = __mul__
 

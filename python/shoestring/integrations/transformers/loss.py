@@ -77,6 +77,7 @@ def patched_class(
 
 
 def _forward(original: Callable[..., Any], parents: list[str], logits: bool | None) -> Callable[..., Any]:
+    """Return a forward that computes the loss without logits if it gets labels."""
     position = list(inspect.signature(original).parameters).index("labels")
     without = renamed(original, LOSS) if uses(original, LOSS) else original
 
@@ -106,6 +107,8 @@ def _forward(original: Callable[..., Any], parents: list[str], logits: bool | No
 
 
 def _recording(name: str, workspace_mb: int) -> property:
+    """Return a property that gives an output layer, or a recording stand-in while a patched forward runs."""
+
     def head(self: Any) -> Any:
         layer = self._modules[name]
         return RecordingHead(layer, workspace_mb) if getattr(self, RECORDING) else layer
@@ -126,6 +129,8 @@ def replace_inside(model: Any, path: str, workspace_mb: int) -> Callable[[], Non
 
 
 def _whole(name: str) -> property:
+    """Return a property that gives a module, or a deferred call of it while a patched forward runs."""
+
     def transform(self: Any) -> Any:
         module = self._modules[name]
         plain = not getattr(self, RECORDING) or module._forward_hooks or module._forward_pre_hooks
@@ -137,8 +142,10 @@ def _whole(name: str) -> property:
 def _deferred(module: Any, hidden: Tensor) -> Logits:
     """Return a placeholder for ``module(hidden)``, whose loss runs the module for tokens with labels only."""
     # While the model's forward runs, the output layer inside the module returns a placeholder itself.
-    made: Logits = module(hidden[:0])
-    return replace(made, hidden=hidden, make=lambda: module(hidden), before=lambda rows: module(rows).hidden)
+    placeholder: Logits = module(hidden[:0])
+    return replace(
+        placeholder, hidden=hidden, make=lambda: module(hidden), before=lambda rows: module(rows).hidden
+    )
 
 
 def computes_each_token(module: Any, run: Callable[[], object]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,13 @@ from shoestring.integrations.transformers.residuals import has_hooks
 from shoestring.integrations.transformers.trial import shaken, within_rounding
 from shoestring.layers.gelu import gelu
 
-Names = tuple[str, str, str]  # attribute names of the first linear layer, GELU and the second linear layer
+
+class Names(NamedTuple):
+    """The attribute names of the layers of an MLP."""
+
+    first: str
+    gelu: str
+    second: str
 
 
 def fuse_gelu_mlps(model: nn.Module) -> tuple[list[Found], list[Left]]:
@@ -34,7 +40,7 @@ def fuse_gelu_mlps(model: nn.Module) -> tuple[list[Found], list[Left]]:
     left: list[Left] = []
     for name, module in list(model.named_modules()):
         names = _parts(module)
-        approximate = None if names is None else approximation(module._modules[names[1]])
+        approximate = None if names is None else approximation(module._modules[names.gelu])
         if names is None or approximate is None:
             continue
         if "forward" in module.__dict__ or not _is_mlp(module, names, approximate):
@@ -46,17 +52,19 @@ def fuse_gelu_mlps(model: nn.Module) -> tuple[list[Found], list[Left]]:
 
 
 def _parts(module: nn.Module) -> Names | None:
+    """Return the names of the layers if the module may be an MLP with GELU."""
     linears = [name for name, part in module._modules.items() if type(part) is nn.Linear]
-    others = [name for name in module._modules if name not in linears]
-    if len(linears) != 2 or len(others) != 1 or not has_only(module, {*linears, *others}):
+    other_parts = [name for name in module._modules if name not in linears]
+    if len(linears) != 2 or len(other_parts) != 1 or not has_only(module, {*linears, *other_parts}):
         return None
-    if "gelu" not in type(module._modules[others[0]]).__name__.lower() or names_dropout(module):
+    if "gelu" not in type(module._modules[other_parts[0]]).__name__.lower() or names_dropout(module):
         return None
-    return linears[0], others[0], linears[1]
+    return Names(linears[0], other_parts[0], linears[1])
 
 
 def _is_mlp(module: nn.Module, names: Names, approximate: str) -> bool:
-    first, second = module._modules[names[0]], module._modules[names[2]]
+    """Return whether a module computes its first layer, GELU and its second layer, from a trial on random rows."""
+    first, second = module._modules[names.first], module._modules[names.second]
     assert isinstance(first, nn.Linear) and second is not None
     weight, training = first.weight, module.training
     tokens = torch.randn(8, first.in_features, generator=torch.Generator().manual_seed(0))
@@ -73,9 +81,11 @@ def _is_mlp(module: nn.Module, names: Names, approximate: str) -> bool:
 
 
 def _forward(original: Callable[..., Any], names: Names, approximate: str) -> Callable[..., Any]:
+    """Return a forward whose second layer recomputes GELU in backward instead of saving its result."""
+
     @functools.wraps(original)
     def forward(self: Any, x: Tensor) -> Any:
-        activation, second = self._modules[names[1]], self._modules[names[2]]
+        activation, second = self._modules[names.gelu], self._modules[names.second]
         weight: Tensor = second.weight
         compute = torch.get_autocast_dtype(x.device.type) if _autocast(x) else x.dtype
         if (
@@ -87,13 +97,13 @@ def _forward(original: Callable[..., Any], names: Names, approximate: str) -> Ca
             or not (_autocast(x) or weight.dtype == x.dtype)
         ):
             return original(self, x)
-        # While the forward of a module runs, its layers may be objects that know which library computes them.
-        products = getattr(getattr(self, names[2]), "products", None)
+        # While a patched module runs, its layers may be stand-ins that hold the measured choice of a library.
+        products = getattr(getattr(self, names.second), "products", None)
         key = (compute, ((weight.shape[0], weight.shape[1]),))
         chosen = None if products is None else products.chosen.get(key)
         library = library_sum("linear", PRODUCTS if chosen is None else chosen)
         return torch.ops.shoestring._gelu_linear(
-            getattr(self, names[0])(x), weight, second.bias, approximate, library=library
+            getattr(self, names.first)(x), weight, second.bias, approximate, library=library
         )
 
     return forward

@@ -45,18 +45,18 @@ def renamed(forward: Any, name: str) -> Callable[..., Any]:
         closure = tuple(types.CellType(copied) if c.cell_contents is inner else c for c in closure)
     uses_name = _uses(forward, name)
     names = tuple(PREFIX + used if uses_name and used == name else used for used in forward.__code__.co_names)
-    made = types.FunctionType(
+    copy = types.FunctionType(
         forward.__code__.replace(co_names=names),
         forward.__globals__,
         forward.__name__,
         forward.__defaults__,
         closure,
     )
-    made.__kwdefaults__ = forward.__kwdefaults__
-    functools.update_wrapper(made, forward)
+    copy.__kwdefaults__ = forward.__kwdefaults__
+    functools.update_wrapper(copy, forward)
     if inner is not None and closure is not None:
-        made.__wrapped__ = copied  # type: ignore[attr-defined]
-    return made
+        copy.__wrapped__ = copied  # type: ignore[attr-defined]
+    return copy
 
 
 def claim(forward: Any, name: str, value: Any) -> Callable[[], None]:

@@ -30,13 +30,13 @@ def next_norms(
         norms: fused norms, each with the module that it belongs to.
         run: function that calls the model. A layer or norm that it calls twice is left out.
     """
-    made: list[tuple[nn.Module, Any]] = []
+    linked: list[tuple[nn.Module, Any]] = []
     read: list[tuple[nn.Module, Any]] = []
 
     def note(module: nn.Module, args: tuple[Any, ...]) -> None:
         read.append((module, args[0] if args else None))
 
-    hooks = [layer.register_forward_hook(lambda m, _, out: made.append((m, out))) for layer in layers]
+    hooks = [layer.register_forward_hook(lambda m, _, out: linked.append((m, out))) for layer in layers]
     hooks += [norm.register_forward_pre_hook(note) for norm in norms]
     try:
         run()
@@ -46,10 +46,10 @@ def next_norms(
         for hook in hooks:
             hook.remove()
     norm_of: dict[nn.Module, tuple[nn.Module, nn.Module]] = {}
-    for layer, out in made:
+    for layer, out in linked:
         readers = [norm for norm, x in read if x is out]
         once = len(readers) == 1 and sum(norm is readers[0] for norm, _ in read) == 1
-        if once and isinstance(out, Tensor) and sum(m is layer for m, _ in made) == 1:
+        if once and isinstance(out, Tensor) and sum(m is layer for m, _ in linked) == 1:
             norm_of[layer] = readers[0], norms[readers[0]]
     return norm_of
 
@@ -62,8 +62,9 @@ def _in_checkpoint() -> bool:
 def may_defer(layer: nn.Module, residual: Tensor) -> bool:
     """Return whether a layer may compute the next norm.
 
-    Only sums in fp32 do, since their bits are the same either way. A checkpoint computes a layer by itself, in
-    backward as well. The weight of the norm may be a shard of FSDP2, or computed by a hook of its module.
+    The sum must be in fp32, so that its bits do not depend on who computes the norm. The layer must not run in a
+    checkpoint, which recomputes it without the next norm. The weight must be a plain parameter, neither a shard of
+    FSDP2 nor the result of a hook.
     """
     if torch.compiler.is_compiling() or residual.dtype != torch.float32 or NEXT not in layer.__dict__:
         return False
@@ -80,6 +81,7 @@ def may_defer(layer: nn.Module, residual: Tensor) -> bool:
 
 
 def keep(norm: nn.Module, total: Tensor, normed: Tensor, rounded: torch.dtype | None) -> None:
+    """Keep the norm of ``total``, which the layer before ``norm`` has computed with its sum."""
     norm.__dict__[PENDING] = (total, total._version, normed, rounded)
 
 

@@ -227,12 +227,12 @@ def patch(
     report = PatchReport(_own_class(target, path, logits, workspace_mb), left)
 
     def check() -> None:
-        ours = reference if run is None else run(target)
-        if not alike(reference, ours, dtype):
+        result = reference if run is None else run(target)
+        if not alike(reference, result, dtype):
             what = "the loss" if run is loss_of_few else "an output"
             raise ValueError(
                 f"shoestring.patch: model: expected {what} of {name} on few inputs with the norm "
-                f"{reference.norm():.5f}, received {ours.norm():.5f} after the patch; leave this model unpatched"
+                f"{reference.norm():.5f}, received {result.norm():.5f} after the patch; leave this model unpatched"
             )
 
     if path is not None and not strict:
@@ -245,7 +245,7 @@ def patch(
             report.left.append((path, f"a loss that needs its logits: {error}"))
     trial = functools.partial(run or output_of_few, target)
     try:
-        for wanted, fused in (
+        for is_on, fused in (
             (norms, fuse_norms),
             (rope, fuse_rotations),
             (mlp, fuse_mlps),
@@ -257,7 +257,7 @@ def patch(
             (norms and rope and run is not None, functools.partial(fuse_head_norms, run=trial)),
             (norms and run is not None, functools.partial(fuse_residuals, run=trial)),
         ):
-            if wanted:
+            if is_on:
                 changes, left = fused(target)
                 report.changes += [Change(*change) for change in changes]
                 report.left += left
@@ -270,8 +270,8 @@ def patch(
         # A convolutional model also has the setting, but no attention.
         kinds = ("sdpa", "attention_backend")
         attends = path is not None or any(getattr(target, f"_supports_{kind}", False) for kind in kinds)
-        wanted = attention and attends and run is not None
-        changes, left = use_attention(target, check) if wanted else ([], [])
+        replaces_attention = attention and attends and run is not None
+        changes, left = use_attention(target, check) if replaces_attention else ([], [])
         report.changes += [Change(*change) for change in changes]
         report.left += left
         if not changes:  # if use_attention() changed the model, it has called check()

@@ -170,6 +170,7 @@ def by_measurement(key: Key, weights: Sequence[Tensor], products: Products) -> C
 
 
 def _tokens(key: Key) -> int:
+    """Return the number of tokens with which the products of a group are measured."""
     _, _, shapes = key
     flop = 2.0 * sum(out * features for out, features in shapes)
     return int(min(TOKENS[1], max(TOKENS[0], FLOP / flop)))
@@ -213,7 +214,7 @@ def _whole(key: Key, weights: Sequence[Tensor], library: tuple[str, ...]) -> flo
     x, upstream = _data(key)
     inputs = [x.requires_grad_(), *(w.detach().requires_grad_() for w in weights)]
 
-    def ours() -> None:
+    def this_package() -> None:
         outputs = linear_group(x, inputs[1:], dtype=compute, library=library)
         torch.autograd.grad(outputs, inputs, upstream)
 
@@ -223,7 +224,7 @@ def _whole(key: Key, weights: Sequence[Tensor], library: tuple[str, ...]) -> flo
         torch.autograd.grad(outputs, inputs, upstream)
 
     with torch.autocast("cpu", enabled=False), torch.enable_grad():
-        return _ratio(ours, eager)
+        return _ratio(this_package, eager)
 
 
 def _ratio(first: Callable[[], None], second: Callable[[], None]) -> float:

@@ -148,8 +148,8 @@ def _is_swiglu(module: Any) -> bool:
         with weights_present(module), torch.no_grad():
             x = tokens.to(weight.device, weight.dtype)
             x = x * (2 / module.gate_proj(x).float().std()).to(x.dtype)
-            expected, ours = module(x), module.down_proj(swiglu(module.gate_proj(x), module.up_proj(x)))
-        return bool((ours - expected).norm() <= 0.02 * expected.norm())
+            expected, fused = module(x), module.down_proj(swiglu(module.gate_proj(x), module.up_proj(x)))
+        return bool((fused - expected).norm() <= 0.02 * expected.norm())
     except Exception:  # raised if the module's forward has another signature
         return False
     finally:
@@ -184,6 +184,7 @@ class Member:
         return result
 
     def _outputs(self, x: Tensor) -> list[Tensor] | None:
+        """Compute all layers of the group together; return None if neither adapters nor products can."""
         layers = [self.module._modules[name] for name in self.group]
         outputs = together(layers, x) if self.adapters and len(layers) > 1 else None
         if outputs is None and self.products is not None:
@@ -209,6 +210,7 @@ def _with_members(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _member(name: str, group: tuple[str, ...], adapters: bool, products: Products | None) -> property:
+    """Return a property for a layer of a group, which computes the whole group in a patched forward."""
     return property(
         lambda self: (
             self._modules[name]

@@ -47,6 +47,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def _weight_files(directory: Path) -> list[Path]:
+    """Return the safetensors files of a model directory."""
     index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
     # A save of one file over shards may be killed before it has removed the index. transformers and C++ then read the
     # file as well.
@@ -60,6 +61,7 @@ def _weight_files(directory: Path) -> list[Path]:
 
 
 def _sharded(directory: Path, index: Path) -> list[Path]:
+    """Return the files that an index of sharded weights names."""
     where = f"{index}: not a valid index of sharded weights"
     try:
         fields = read_json(index, where)

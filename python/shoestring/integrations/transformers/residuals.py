@@ -129,6 +129,7 @@ def fuse_post_norms(model: nn.Module) -> tuple[list[Found], list[Left]]:
 
 
 def _is_post_norm(module: Any) -> bool:
+    """Return whether a module computes dense, dropout, sum and norm, from a trial on random rows."""
     try:
         rows, training = module.LayerNorm.normalized_shape[0], module.training
         weight = module.LayerNorm.weight
@@ -158,6 +159,8 @@ def _is_post_norm(module: Any) -> bool:
 
 
 def _post_norm(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a forward that computes the sum of a residual and its norm together."""
+
     @functools.wraps(original)
     def forward(self: Any, hidden_states: Tensor, input_tensor: Tensor) -> Any:
         norm = self.LayerNorm
@@ -169,15 +172,15 @@ def _post_norm(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _layout(module: nn.Module) -> Layout | None:
-    """Return the layout of a layer whose parts have the names of one, with fused norms, else None."""
+    """Return the layout whose names the parts of a layer have, if its norms are fused; else None."""
     parts = module._modules
     for layout in LAYOUTS:
-        wanted = {*layout.norms, layout.attention, layout.mlp} | (
+        part_names = {*layout.norms, layout.attention, layout.mlp} | (
             {layout.dropout} if layout.dropout else set()
         )
         inner = set(INNER) if layout is DECODER else set()
         second = parts.get(INNER[0] if inner & parts.keys() else layout.norms[1])
-        if wanted <= parts.keys() and has_only(module, wanted | inner) and hasattr(second, ADD):
+        if part_names <= parts.keys() and has_only(module, part_names | inner) and hasattr(second, ADD):
             return layout
     return None
 
@@ -201,11 +204,13 @@ class _Trial:
             return
         original, layout = kind.forward, _layout(layer)
         assert layout is not None
-        theirs, ours = (_output(layer, forward, call) for forward in (original, _forward(original, layout)))
-        if theirs is None or ours is None or theirs.shape != ours.shape:
+        expected, fused = (
+            _output(layer, forward, call) for forward in (original, _forward(original, layout))
+        )
+        if expected is None or fused is None or expected.shape != fused.shape:
             return
-        tolerance = 1e-4 if theirs.dtype == torch.float32 else 2e-2
-        self.same = bool((ours - theirs).norm() <= tolerance * theirs.norm())
+        tolerance = 1e-4 if expected.dtype == torch.float32 else 2e-2
+        self.same = bool((fused - expected).norm() <= tolerance * expected.norm())
         self.rounds = self.same and all(
             _rounds(layer, call, dtype) for dtype in (torch.bfloat16, torch.float16)
         )
@@ -248,6 +253,7 @@ def _output(layer: nn.Module, forward: Callable[..., Any], call: _Call) -> Tenso
 
 
 def _rounds(layer: nn.Module, call: _Call, dtype: torch.dtype) -> bool:
+    """Return whether the norms may round to the dtype of autocast themselves without other results."""
     norms, layout = _norms_before_products(layer), _layout(layer)
     assert layout is not None
     forward, device = _forward(type(layer).forward, layout), next(layer.parameters()).device
@@ -265,6 +271,8 @@ def _rounds(layer: nn.Module, call: _Call, dtype: torch.dtype) -> bool:
 
 
 def _forward(original: Callable[..., Any], layout: Layout) -> Callable[..., Any]:
+    """Return the forward of a decoder layer that computes each residual sum and its norm together."""
+
     @functools.wraps(original)
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         parts = self._modules

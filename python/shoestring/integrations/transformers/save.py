@@ -84,16 +84,16 @@ def _check_directory(directory: Path, overwrite: bool) -> None:
     if not directory.is_dir():
         raise ValueError(f"{METHOD}: directory: expected a folder, received a file, {directory}")
     entries, name = os.listdir(directory), Path(os.path.realpath(directory)).name
-    held = sorted(entry for entry in entries if not is_partial(entry, name))
+    other_entries = sorted(entry for entry in entries if not is_partial(entry, name))
     # A crash while files were replaced one by one leaves temporary folders or model files without
     # config.json. A call with overwrite may then be repeated.
-    interrupted = len(held) < len(entries) or any(map(MODEL_FILES.fullmatch, held))
-    if held and CONFIG not in held and not (overwrite and interrupted):
+    interrupted = len(other_entries) < len(entries) or any(map(MODEL_FILES.fullmatch, other_entries))
+    if other_entries and CONFIG not in other_entries and not (overwrite and interrupted):
         raise ValueError(
             f"{METHOD}: directory: expected a new or empty folder, or one that holds a model ({CONFIG}), received "
-            f"{directory}, which holds {held[0]} and no {CONFIG}; give another folder"
+            f"{directory}, which holds {other_entries[0]} and no {CONFIG}; give another folder"
         )
-    obstacle = exchange_obstacle(directory) if held and not overwrite else None
+    obstacle = exchange_obstacle(directory) if other_entries and not overwrite else None
     if obstacle is not None:
         raise ValueError(
             f"{METHOD}: directory: expected a folder that can be replaced in one step, received {directory}: {obstacle};"
@@ -103,6 +103,7 @@ def _check_directory(directory: Path, overwrite: bool) -> None:
 
 
 def _quantization_config(model: Any) -> dict[str, Any]:
+    """Return quantization_config of config.json for a quantised model; raise ValueError for other layers."""
     linear = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     training = next((n for n, m in linear.items() if isinstance(m, FakeQuantizedLinear)), None)
     if training is not None:
@@ -159,14 +160,15 @@ def _distinct(state: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def _shards(state: dict[str, Tensor], limit: int) -> list[dict[str, Tensor]]:
+    """Split tensors into shards of at most ``limit`` bytes, in order."""
     shards: list[dict[str, Tensor]] = [{}]
-    held = 0
+    shard_bytes = 0
     for name, tensor in state.items():
-        if shards[-1] and held + tensor.nbytes > limit:
+        if shards[-1] and shard_bytes + tensor.nbytes > limit:
             shards.append({})
-            held = 0
+            shard_bytes = 0
         shards[-1][name] = tensor
-        held += tensor.nbytes
+        shard_bytes += tensor.nbytes
     return shards
 
 

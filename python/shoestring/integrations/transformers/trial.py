@@ -105,6 +105,7 @@ def _parameters(model: Any) -> Any:
 
 
 def _ids(model: Any) -> Tensor:
+    """Return a row of a few token ids that the model knows."""
     try:
         table = model.get_input_embeddings().weight
         device, count = table.device, table.shape[0]

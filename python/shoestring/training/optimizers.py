@@ -101,23 +101,20 @@ def make_optimizers(model: nn.Module, config: LoopConfig, clips: bool) -> list[t
         groups = decayed([{"params": trained(model)}], config.weight_decay)
         return [torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)]
     return [
-        build(
-            kind,
-            decayed(groups, config.weight_decay),
-            _of_run(kind, config, clips) | options,
-            config,
-        )
-        for kind, groups, options in described(model, config)
+        build(kind, groups, _of_run(kind, config, clips) | options, config)
+        for kind, groups, options in described(model, config, config.weight_decay)
     ]
 
 
-def described(model: nn.Module, config: StepConfig) -> Iterator[tuple[type[Own], list[Group], Group]]:
+def described(
+    model: nn.Module, config: StepConfig, weight_decay: float = 0.0
+) -> Iterator[tuple[type[Own], list[Group], Group]]:
     """Yield class, parameter groups and options of each optimizer: those of storage, and ``--optimizer-arg``."""
     storage_options = {"state_format": config.optimizer_state, "weight_rounding": ROUNDING[config.weights]}
     for number, (kind, groups) in enumerate(classes(model, config.optimizer)):
         # AdamW beside Muon takes no --optimizer-arg.
         user_options = _arguments(kind, config) if number == 0 else {}
-        yield kind, groups, storage_options | user_options
+        yield kind, decayed(groups, weight_decay), storage_options | user_options
 
 
 def _of_run(kind: type[Own], config: LoopConfig, clips: bool) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from shoestring.training.estimate.config import EstimateConfig
 from shoestring.training.estimate.rank_layout import split_arena
 from shoestring.training.estimate.rank_program import Setting, split_gradients
 from shoestring.training.estimate.ranks import RankEstimate, estimate_rank
-from shoestring.training.optimizers import build, decayed, described
+from shoestring.training.optimizers import build, described
 
 STRATEGIES = ["ddp", "zero1", "zero2", "zero3", "hsdp"]
 ROWS = 2
@@ -92,7 +92,7 @@ def prepared(net: nn.Module, config: EstimateConfig) -> Any:
     [(kind, groups, own)] = described(net, config)
     if config.place is not None:
         own |= {"offload": config.place}
-    optimizer: Any = build(kind, decayed(groups, 0.1), own, config)
+    optimizer: Any = build(kind, groups, own, config)
     return report, optimizer
 
 

@@ -30,8 +30,8 @@ from shoestring.training.estimate.rank_layout import (
     units,
 )
 from shoestring.training.estimate.rank_program import Setting
-from shoestring.training.estimate.step import Estimate, add_activations, add_state
-from shoestring.training.optimizers import Own, build, decayed, described, trained
+from shoestring.training.estimate.step import Estimate, add_activations, add_state, optimizers_of
+from shoestring.training.optimizers import trained
 from shoestring.training.options import refuse_together
 
 SENT = "sent: "
@@ -193,7 +193,7 @@ def estimate_rank(model: nn.Module, config: EstimateConfig) -> RankEstimate:
     else:
         found.add("device", "weights", memory.weight_bytes(model), "parameters, scales and buffers")
         found.add("device", "gradients", formulas.tensor_bytes(params), "")
-        add_state(found, config, [formulas.optimizer_state(o) for o in _optimizers(model, config)])
+        add_state(found, config, [formulas.optimizer_state(o) for o in optimizers_of(model, config)])
         if strategy == "ddp":
             program = rank_program.replicated(model, setting)
             _residuals(found, [bucket.elements for bucket in ddp_buckets(model)], setting.ranks, setting.bits)
@@ -239,11 +239,6 @@ NOTES = {
 }
 
 
-def _optimizers(model: nn.Module, config: EstimateConfig) -> list[Own]:
-    """Build the optimizers of a run: matrices, which have weight decay, are in groups of their own."""
-    return [build(kind, decayed(groups, 0.0), own, config) for kind, groups, own in described(model, config)]
-
-
 def _residuals(found: Estimate, buckets: list[int], ranks: int, bits: int | None) -> None:
     """Add what codes leave out: of the gradients, and of the means of the rank's part of each bucket."""
     if bits is None or ranks == 1:
@@ -280,7 +275,7 @@ def _sharded(found: Estimate, model: nn.Module, config: EstimateConfig, setting:
     def rows(p: Tensor) -> int:
         return shard_elements(p, shards)
 
-    add_state(found, config, [formulas.optimizer_state(o, rows) for o in _optimizers(model, config)], own)
+    add_state(found, config, [formulas.optimizer_state(o, rows) for o in optimizers_of(model, config)], own)
     elements = [sum(rows(p) for p in trained_of(unit.params)) for unit in every]
     if config.parallel == "hsdp":
         _residuals(found, elements, setting.replicas, setting.bits)
@@ -298,7 +293,7 @@ def _split(found: Estimate, model: nn.Module, config: EstimateConfig, setting: S
     """Add the memory of the rank that has the most gradients and state."""
     found.add("device", "weights", memory.weight_bytes(model), "parameters, scales and buffers")
     whole = formulas.tensor_bytes(trained(model))
-    optimizers = _optimizers(model, config)
+    optimizers = optimizers_of(model, config)
     states = [formulas.optimizer_state(o) for o in optimizers]
     arenas = [arena for state in states for arena in state.arenas]
     ranges: list[list[Range]] = [[] for _ in range(setting.ranks)]

@@ -14,7 +14,7 @@ from shoestring.training.estimate import formulas
 from shoestring.training.estimate.config import EstimateConfig
 from shoestring.training.estimate.formulas import State
 from shoestring.training.estimate.weights import away_blocks, away_tables, offloaded_weights
-from shoestring.training.optimizers import build, described, trained
+from shoestring.training.optimizers import Own, build, described, trained
 
 # csrc/offload splits optimizer state into chunks of about CHUNK_BYTES bytes; a larger parameter may form one
 # chunk. Chunks begin at multiples of CHUNK_EDGE blocks of 256 elements. At most SLOTS chunks are on the
@@ -91,6 +91,11 @@ def chunk_edges(blocks: list[int], per_block: int, splits: bool) -> list[int]:
     return [*edges, total] if total > edges[-1] else edges
 
 
+def optimizers_of(model: nn.Module, config: EstimateConfig) -> list[Own]:
+    """Build the optimizers of a run. They allocate no state before their first step."""
+    return [build(kind, groups, options, config) for kind, groups, options in described(model, config)]
+
+
 def estimate(model: nn.Module, config: EstimateConfig) -> Estimate:
     """Estimate the memory and traffic of one training step of ``model``, which may be on the meta device.
 
@@ -104,8 +109,7 @@ def estimate(model: nn.Module, config: EstimateConfig) -> Estimate:
     params = trained(model)
     found = Estimate(sum(p.numel() for p in model.parameters()), sum(p.numel() for p in params))
     on_host = config.place == "cpu"
-    optimizers = [build(kind, groups, options, config) for kind, groups, options in described(model, config)]
-    states = [formulas.optimizer_state(optimizer) for optimizer in optimizers]
+    states = [formulas.optimizer_state(optimizer) for optimizer in optimizers_of(model, config)]
     leaves = config.weights_place is not None
     blocks, tables = (away_blocks(model, config), away_tables(model)) if leaves else ([], [])
     away = sum(block.weights for block in blocks) + sum(table.weights for table in tables)

@@ -21,8 +21,7 @@ using at::Tensor;
 
 namespace {
 
-// The elements of a block and the bytes of its record.
-int64_t block_of(int64_t bits) { return bits == 4 ? 128 : 256; }
+// The bytes of the record of a block.
 int64_t record_of(int64_t bits) { return compressed_gradient_bytes(1, bits); }
 
 }  // namespace
@@ -42,6 +41,12 @@ void check_compressible(const char* caller, const Tensor& parameter, const std::
   TORCH_CHECK_TYPE(dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf, caller,
                    ": compress: expected parameters in fp32, bf16 or fp16, received ", which, " in ", dtype,
                    ". Convert it, or compress none.");
+}
+
+std::tuple<int64_t, int64_t> compressed_part(int64_t elements, int64_t ranks, int64_t rank, int64_t bits) {
+  const int64_t record = record_of(bits), block = bits == 4 ? 128 : 256;
+  const int64_t records = (compressed_gradient_bytes(elements, bits) / record + ranks - 1) / ranks;
+  return {records * record, std::clamp<int64_t>(elements - rank * records * block, 0, records * block)};
 }
 
 Compressor::Compressor(GroupPtr group, int64_t bits)
@@ -113,30 +118,24 @@ Compressor::FuturePtr Compressor::begin(const Tensor& gradient, const std::vecto
 
   enter(index);
   Bucket& bucket = bucket_of(gradient, params, index);
-  const int64_t block = block_of(bits_), record = record_of(bits_);
+  const auto [bytes, owned] = compressed_part(gradient.numel(), ranks_, rank_, bits_);
   const int64_t code_bytes = compressed_gradient_bytes(gradient.numel(), bits_);
-  const int64_t records = (code_bytes / record + ranks_ - 1) / ranks_;
-  const auto bytes = gradient.options().dtype(at::kByte);
-  Flight flight{&bucket, gradient, records, at::empty({ranks_ * records * record}, bytes), Tensor(), Tensor(),
-                {},      false,    future};
+  const Tensor all = at::empty({ranks_ * bytes}, gradient.options().dtype(at::kByte));
+  Flight flight{&bucket, gradient, bytes, all, Tensor(), Tensor(), {}, false, future};
   Tensor codes = flight.codes.narrow(0, 0, code_bytes);
   // Records beyond the gradient are never decoded, but no bytes of freed memory leave the process.
   flight.codes.narrow(0, code_bytes, flight.codes.numel() - code_bytes).zero_();
   drop_errors(bucket.error);
   compress_gradient_(bucket.error, gradient, codes, bits_);
   flight.parts = at::empty_like(flight.codes);
-  if (!bucket.owned.defined()) {
-    const int64_t first = rank_ * records * block;
-    bucket.owned = at::zeros({std::clamp<int64_t>(gradient.numel() - first, 0, records * block)},
-                             gradient.options().dtype(at::kFloat));
-  }
+  if (!bucket.owned.defined()) bucket.owned = at::zeros({owned}, gradient.options().dtype(at::kFloat));
   try {
     std::vector<int64_t> equal;
     flight.work = group_->alltoall_base(flight.parts, flight.codes, equal, equal);
   } catch (const std::exception& error) {
     fail_collective(*group_, error, "all-to-all of compressed gradients");
   }
-  sent_ += (ranks_ - 1) * records * record;
+  sent_ += (ranks_ - 1) * bytes;
   flights_.push_back(std::move(flight));
   return future;
 }
@@ -207,7 +206,7 @@ Compressor::Bucket& Compressor::bucket_of(const Tensor& gradient, const std::vec
 // The second hop: averages the codes of this rank's part, and sends the codes of the means to all ranks.
 void Compressor::send_means(Flight& flight) {
   wait_for(group_, flight.work, "all-to-all of compressed gradients");
-  const int64_t bytes = flight.records * record_of(bits_);
+  const int64_t bytes = flight.bytes;
   Tensor& error = flight.bucket->owned;
   Tensor mean = at::empty_like(error);
   decompress_mean_(mean, flight.parts.view({ranks_, bytes}), bits_);

@@ -5,6 +5,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <unordered_map>
 #include <unordered_set>
 #include <vector>
@@ -23,6 +24,10 @@ int64_t bits_of(const std::string& compress, const char* caller);
 /// Raises unless the gradients of a parameter can be compressed. `caller` begins the error, which says
 /// `which` parameter it is.
 void check_compressible(const char* caller, const at::Tensor& parameter, const std::string& which);
+
+/// Returns the size of a rank's part of a bucket of compressed gradients: the bytes of its codes, which are
+/// equal for all ranks, and its elements, which may be fewer on the last ranks.
+std::tuple<int64_t, int64_t> compressed_part(int64_t elements, int64_t ranks, int64_t rank, int64_t bits);
 
 /// Averages gradients over the ranks of a group in few bits, with error feedback. Each rank keeps what its
 /// codes have left out, and adds it to the gradients of the next step.
@@ -98,7 +103,7 @@ class Compressor {
   struct Flight {
     Bucket* bucket;
     at::Tensor gradient;
-    int64_t records;  // number of records in each rank's part
+    int64_t bytes;  // of the codes of each rank's part
     at::Tensor codes, parts, means;
     c10::intrusive_ptr<c10d::Work> work;
     bool is_second;

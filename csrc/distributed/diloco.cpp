@@ -4,7 +4,6 @@
 #include "distributed/diloco.h"
 
 #include <algorithm>
-#include <iterator>
 #include <numeric>
 #include <utility>
 
@@ -72,6 +71,28 @@ void Averaging::use(std::vector<Tensor> parameters) {
   params_ = std::move(parameters);
 }
 
+std::vector<std::vector<int64_t>> averaged_buckets(const std::vector<Tensor>& params,
+                                                   int64_t bucket_elements) {
+  std::vector<c10::Device> devices;  // in the order of their first parameters
+  for (const Tensor& p : params)
+    if (std::find(devices.begin(), devices.end(), p.device()) == devices.end()) devices.push_back(p.device());
+  std::vector<std::vector<int64_t>> buckets;
+  for (const c10::Device& device : devices) {
+    std::vector<int64_t> open;
+    int64_t elements = 0;
+    for (size_t i = 0; i < params.size(); ++i) {
+      if (params[i].device() != device) continue;
+      open.push_back(static_cast<int64_t>(i));
+      elements += params[i].numel();
+      if (elements < bucket_elements) continue;
+      buckets.push_back(std::exchange(open, {}));
+      elements = 0;
+    }
+    if (elements > 0) buckets.push_back(std::move(open));
+  }
+  return buckets;
+}
+
 // Gives the largest parameters first, each to the smallest fragment. Layers of the same shapes go to the
 // fragments in turn, so each fragment has layers of all depths.
 void Averaging::deal_out(int64_t bucket_elements) {
@@ -92,27 +113,11 @@ void Averaging::deal_out(int64_t bucket_elements) {
     Fragment& fragment = fragments_[f];
     fragment.due = (f + 1) * options_.every() / count % options_.every();
     std::sort(owned[f].begin(), owned[f].end());
-    std::vector<std::pair<c10::Device, Bucket>> open;  // the unfinished bucket of each device
-    std::vector<int64_t> sizes;
-    std::vector<std::vector<Bucket>> closed;
-    for (const size_t i : owned[f]) {
-      const c10::Device device = params_[i].device();
-      size_t d = 0;
-      while (d < open.size() && open[d].first != device) ++d;
-      if (d == open.size()) {
-        open.emplace_back(device, Bucket());
-        sizes.push_back(0);
-        closed.emplace_back();
-      }
-      open[d].second.params.push_back(i);
-      sizes[d] += params_[i].numel();
-      if (sizes[d] < bucket_elements) continue;
-      closed[d].push_back(std::exchange(open[d].second, Bucket()));
-      sizes[d] = 0;
-    }
-    for (size_t d = 0; d < open.size(); ++d) {
-      if (sizes[d] > 0) closed[d].push_back(std::move(open[d].second));
-      std::move(closed[d].begin(), closed[d].end(), std::back_inserter(fragment.buckets));
+    std::vector<Tensor> params;
+    for (const size_t i : owned[f]) params.push_back(params_[i]);
+    for (const auto& indices : averaged_buckets(params, bucket_elements)) {
+      Bucket& bucket = fragment.buckets.emplace_back();
+      for (const int64_t i : indices) bucket.params.push_back(owned[f][i]);
     }
   }
 }

@@ -13,6 +13,11 @@
 
 namespace shoestring::distributed::detail {
 
+/// Returns the buckets in which weights are averaged, each as the indices of parameters of one device. A
+/// bucket is complete with `bucket_elements` elements or more.
+std::vector<std::vector<int64_t>> averaged_buckets(const std::vector<at::Tensor>& params,
+                                                   int64_t bucket_elements);
+
 /// Averages weights for DiLoCo and LocalSGD of both languages. See DiLoCo. Thread-safe: a method waits while
 /// another thread is in one, and so for the collectives of that thread.
 class Averaging {

@@ -12,16 +12,17 @@
 #include "distributed/split_gradients.h"
 
 namespace shoestring::distributed {
+
+// All ranks together send 8 MiB, so that the buffers hardly depend on their number, unless these would be
+// messages of less than 256 KiB.
+int64_t gather_chunk(int64_t ranks) {
+  return std::max<int64_t>((int64_t{8} << 20) / ranks / 256 * 256, 256 << 10);
+}
+
 namespace {
 
 using at::Tensor;
 using optim::ParameterPart;
-
-// The bytes that each rank sends at a time. All ranks together send 8 MiB, so that the buffers hardly depend
-// on their number, unless these would be messages of less than 256 KiB.
-int64_t chunk_of(size_t ranks) {
-  return std::max<int64_t>((int64_t{8} << 20) / static_cast<int64_t>(ranks) / 256 * 256, 256 << 10);
-}
 
 // Reads or writes the bytes of a rank's parts as one sequence.
 class Bytes {
@@ -68,14 +69,14 @@ void gather(const GroupPtr& group, const std::vector<std::vector<ParameterPart>>
     if (!parts[rank].empty()) device = parts[rank][0].param.device();
   }
   if (parts.size() < 2 || most == 0) return;
-  const int64_t chunk = std::min(chunk_of(parts.size()), most);
+  const auto ranks = static_cast<int64_t>(parts.size());
+  const int64_t chunk = std::min(gather_chunk(ranks), most);
   const auto options = at::TensorOptions(device).dtype(at::kByte);
   // While a chunk is on its way, the one before is copied to the parameters.
   struct Chunk {
     Tensor sent, all;
     c10::intrusive_ptr<c10d::Work> work;
   };
-  const auto ranks = static_cast<int64_t>(parts.size());
   std::array<Chunk, 2> chunks;
   for (Chunk& c : chunks) c = {at::empty({chunk}, options), at::empty({chunk * ranks}, options), {}};
   const int64_t count = (most + chunk - 1) / chunk;

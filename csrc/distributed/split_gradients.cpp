@@ -28,54 +28,68 @@ ReducedParts::ReducedParts(GroupPtr group, const ShardOptions& options)
   if (bits > 0 && group_->getSize() > 1) compressor_.emplace(group_, bits);
 }
 
-void ReducedParts::set_parts(const std::vector<Tensor>& params,
-                             const std::vector<std::vector<ParameterPart>>& parts) {
+std::pair<std::vector<ReducedParam>, std::vector<ReducedBucket>> deal_out(
+    const std::vector<Tensor>& params, const std::vector<std::vector<ParameterPart>>& parts,
+    int64_t bucket_bytes) {
+  std::vector<ReducedParam> dealt;
+  std::unordered_map<c10::TensorImpl*, size_t> numbers;
   for (const Tensor& p : params) {
-    if (compressor_) check_compressible("shard", p, "one");
-    numbers_[p.unsafeGetTensorImpl()] = params_.size();
-    params_.push_back({p, {}, false});
+    numbers[p.unsafeGetTensorImpl()] = dealt.size();
+    dealt.push_back({p, {}, false});
   }
   for (size_t rank = 0; rank < parts.size(); ++rank) {
     for (const auto& [param, begin, end] : parts[rank])
-      params_[numbers_.at(param.unsafeGetTensorImpl())].pieces.push_back({begin, end, rank, 0, 0});
+      dealt[numbers.at(param.unsafeGetTensorImpl())].pieces.push_back({begin, end, rank, 0, 0});
   }
   // Backward computes the gradients of the last parameters first. A bucket holds parts of one rank and one
   // dtype; of each, one bucket at a time is open.
+  std::vector<ReducedBucket> buckets;
   std::map<std::tuple<size_t, at::ScalarType, std::string>, size_t> open;
-  for (size_t i = params_.size(); i-- > 0;) {
-    Param& param = params_[i];
-    const int64_t size = param.tensor.element_size();
-    for (Piece& piece : param.pieces) {
-      const auto key = std::make_tuple(piece.owner, param.tensor.scalar_type(), param.tensor.device().str());
+  for (size_t i = dealt.size(); i-- > 0;) {
+    const Tensor& tensor = dealt[i].tensor;
+    for (ReducedPiece& piece : dealt[i].pieces) {
+      const auto key = std::make_tuple(piece.owner, tensor.scalar_type(), tensor.device().str());
       const auto index_in_open = open.find(key);
       const int64_t elements = piece.end - piece.begin;
       const bool fits =
           index_in_open != open.end() &&
-          (buckets_[index_in_open->second].elements + elements) * size <= options_.bucket_bytes();
-      const size_t index = fits ? index_in_open->second : buckets_.size();
+          (buckets[index_in_open->second].elements + elements) * tensor.element_size() <= bucket_bytes;
+      const size_t index = fits ? index_in_open->second : buckets.size();
       if (!fits) {
         open[key] = index;
-        buckets_.push_back({piece.owner, 0, 0, 0, i, {}, {}});
+        buckets.push_back({piece.owner, 0, {}, 0, {}, {}});
       }
-      Bucket& bucket = buckets_[index];
-      piece.bucket = index;
-      piece.offset = bucket.elements;
-      bucket.elements += elements;
-      ++bucket.pieces;
-      bucket.last = i;
+      piece.offset = buckets[index].elements;
+      buckets[index].elements += elements;
+      buckets[index].params.push_back(i);
     }
   }
   // Buckets are sent in the order in which they are complete if gradients come in the expected order. The
   // order is the same on all ranks, whatever the order of their gradients.
-  for (size_t i = 0; i < buckets_.size(); ++i) order_.push_back(i);
-  std::stable_sort(order_.begin(), order_.end(),
-                   [&](size_t a, size_t b) { return buckets_[a].last > buckets_[b].last; });
+  std::stable_sort(buckets.begin(), buckets.end(),
+                   [](const auto& a, const auto& b) { return a.params.back() > b.params.back(); });
+  for (size_t index = 0; index < buckets.size(); ++index) {
+    for (const size_t i : buckets[index].params) {
+      for (ReducedPiece& piece : dealt[i].pieces)
+        if (piece.owner == buckets[index].owner) piece.bucket = index;
+    }
+  }
+  return {std::move(dealt), std::move(buckets)};
+}
+
+void ReducedParts::set_parts(const std::vector<Tensor>& params,
+                             const std::vector<std::vector<ParameterPart>>& parts) {
+  for (const Tensor& p : params) {
+    if (compressor_) check_compressible("shard", p, "one");
+    numbers_.emplace(p.unsafeGetTensorImpl(), numbers_.size());
+  }
+  std::tie(params_, buckets_) = deal_out(params, parts, options_.bucket_bytes());
   begin_round();
 }
 
 void ReducedParts::begin_round() {
-  for (Bucket& bucket : buckets_) bucket.missing = bucket.pieces;
-  for (Param& param : params_) param.has_arrived = false;
+  for (ReducedBucket& bucket : buckets_) bucket.missing = bucket.params.size();
+  for (ReducedParam& param : params_) param.has_arrived = false;
   next_ = 0;
   arrived_ = 0;
 }
@@ -85,7 +99,7 @@ void ReducedParts::add(const Tensor& tensor) {
   TORCH_CHECK(number != numbers_.end(),
               "shard: expected gradients of the parameters that required them in the first backward, ",
               "received one of another parameter");
-  Param& param = params_[number->second];
+  ReducedParam& param = params_[number->second];
   if (param.has_arrived) end_round();  // another backward has begun
   param.has_arrived = any_ = true;
   ++arrived_;
@@ -96,10 +110,10 @@ void ReducedParts::add(const Tensor& tensor) {
 }
 
 // Copies a gradient to its buckets, divided by the ranks unless it is compressed. A null pointer means zeros.
-void ReducedParts::take(Param& param, const Tensor* grad) {
+void ReducedParts::take(ReducedParam& param, const Tensor* grad) {
   const Tensor flat = grad != nullptr ? grad->reshape({-1}) : Tensor();
-  for (const Piece& piece : param.pieces) {
-    Bucket& bucket = buckets_[piece.bucket];
+  for (const ReducedPiece& piece : param.pieces) {
+    ReducedBucket& bucket = buckets_[piece.bucket];
     if (!bucket.buffer.defined()) bucket.buffer = at::empty({bucket.elements}, param.tensor.options());
     const int64_t elements = piece.end - piece.begin;
     Tensor target = bucket.buffer.narrow(0, piece.offset, elements);
@@ -115,15 +129,15 @@ void ReducedParts::take(Param& param, const Tensor* grad) {
 }
 
 void ReducedParts::send_complete() {
-  for (; next_ < order_.size() && buckets_[order_[next_]].missing == 0; ++next_) {
-    under_way_.push_back(send(order_[next_]));
+  for (; next_ < buckets_.size() && buckets_[next_].missing == 0; ++next_) {
+    under_way_.push_back(send(next_));
     while (under_way_.size() > kBucketsUnderWay) receive_first();
   }
-  if (next_ == order_.size() && arrived_ == params_.size()) begin_round();
+  if (next_ == buckets_.size() && arrived_ == params_.size()) begin_round();
 }
 
 ReducedParts::Sent ReducedParts::send(size_t index) {
-  Bucket& bucket = buckets_[index];
+  ReducedBucket& bucket = buckets_[index];
   const auto root = static_cast<int64_t>(bucket.owner);
   std::vector<Tensor> sent{std::exchange(bucket.buffer, Tensor())};
   try {
@@ -153,10 +167,11 @@ void ReducedParts::receive_first() {
   auto [index, sum, codes, work] = std::move(under_way_.front());
   under_way_.pop_front();
   wait_for(group_, work, "reduction of gradients");
-  Bucket& bucket = buckets_[index];
+  ReducedBucket& bucket = buckets_[index];
   if (bucket.owner != static_cast<size_t>(group_->getRank())) return;
   if (compressor_) {
-    sum = at::empty({bucket.elements}, codes.options().dtype(params_[bucket.last].tensor.scalar_type()));
+    sum = at::empty({bucket.elements},
+                    codes.options().dtype(params_[bucket.params.back()].tensor.scalar_type()));
     compressor_->decode(sum, codes);
   }
   if (bucket.sum.defined()) {
@@ -176,7 +191,7 @@ void ReducedParts::end_round() {
               "shard: expected a backward that computes the gradients of all parameters, received one that ",
               "does not use parameter ", c10::Join(", ", missing),
               " of the optimizer. Freeze them before the first step, or pass find_unused.");
-  for (Param& param : params_) {
+  for (ReducedParam& param : params_) {
     if (!param.has_arrived) take(param, nullptr);
   }
   arrived_ = params_.size();
@@ -191,7 +206,7 @@ void ReducedParts::finish() {
 Tensor ReducedParts::part(const Tensor& tensor) const {
   const auto number = numbers_.find(tensor.unsafeGetTensorImpl());
   if (number == numbers_.end() || !any_) return {};
-  for (const Piece& piece : params_[number->second].pieces) {
+  for (const ReducedPiece& piece : params_[number->second].pieces) {
     if (piece.owner == static_cast<size_t>(group_->getRank()))
       return buckets_[piece.bucket].sum.narrow(0, piece.offset, piece.end - piece.begin);
   }
@@ -200,7 +215,7 @@ Tensor ReducedParts::part(const Tensor& tensor) const {
 
 void ReducedParts::clear() {
   while (!under_way_.empty()) receive_first();
-  for (Bucket& bucket : buckets_) bucket.buffer = bucket.sum = Tensor();
+  for (ReducedBucket& bucket : buckets_) bucket.buffer = bucket.sum = Tensor();
   any_ = false;
   begin_round();
 }

@@ -1,8 +1,9 @@
-// Operator schemas of activation offloading, and the class that offloads weights.
+// Operator schemas of offloading, and the class that offloads weights.
 
 #include <torch/library.h>
 
 #include "offload/activation_store.h"
+#include "offload/state.h"
 #include "offload/weight_store.h"
 
 TORCH_LIBRARY_FRAGMENT(shoestring, m) {
@@ -14,4 +15,8 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
       Tensor x) -> __torch__.torch.classes.shoestring.StoredActivation)");
   shoestring::offload::register_weight_store(m);
   m.def("_reload_activation(__torch__.torch.classes.shoestring.StoredActivation activation) -> Tensor");
+  // Returns the blocks of 256 elements at which the chunks of offloaded optimizer state begin and end.
+  // blocks: those of each parameter; bytes: of state per block; splits: whether a chunk may end within a
+  // parameter.
+  m.def("_chunk_edges(int bytes, int[] blocks, bool splits) -> int[]", &shoestring::offload::State::edges);
 }

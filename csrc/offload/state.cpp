@@ -98,6 +98,10 @@ int64_t State::bytes(const std::vector<at::ScalarType>& dtypes, const std::vecto
   return layout(bytes, blocks, splits).second.back() * bytes;
 }
 
+std::vector<int64_t> State::edges(int64_t bytes, const std::vector<int64_t>& blocks, bool splits) {
+  return layout(bytes, blocks, splits).second;
+}
+
 std::vector<int64_t> State::chunks(int64_t first, int64_t last) const {
   std::vector<int64_t> numbers;
   for (int64_t i = first; i < last; ++i) {

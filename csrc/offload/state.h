@@ -58,6 +58,9 @@ class SHOESTRING_API State : public torch::CustomClassHolder {
   static int64_t bytes(const std::vector<at::ScalarType>& dtypes, const std::vector<int64_t>& per_block,
                        const std::vector<int64_t>& blocks, bool splits);
 
+  /// Returns the blocks at which chunks begin and end, for `bytes` bytes of state per block.
+  static std::vector<int64_t> edges(int64_t bytes, const std::vector<int64_t>& blocks, bool splits);
+
   /// begins() returns the first block of each parameter. total() returns the number of blocks, rounded up to
   /// a multiple of 1024.
   const std::vector<int64_t>& begins() const { return begins_; }

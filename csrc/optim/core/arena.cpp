@@ -202,6 +202,19 @@ Arena::Arena(const Rule& rule, const Kind& kind, std::vector<Tensor> members, st
   }
 }
 
+std::vector<std::vector<ParameterPart>> Arena::split(const Rule& rule, std::vector<Tensor> params,
+                                                     int64_t ranks, bool on_cpu) {
+  const at::Device device(on_cpu ? at::kCPU : at::kMeta);
+  const Kind kind{"fp32", false, device, device};
+  std::vector<int64_t> numbers(params.size());
+  Members members = members_of(rule, kind, std::move(params), std::move(numbers), Ranks{0, ranks, ""});
+  Arena arena(kind, std::move(members.params), std::move(members.numbers));
+  arena.owned = std::move(members.owned);
+  std::vector<std::vector<ParameterPart>> parts;
+  for (size_t process = 0; process < arena.owned.size(); ++process) parts.push_back(arena.parts_of(process));
+  return parts;
+}
+
 std::pair<int64_t, int64_t> Arena::elements_of(size_t process, size_t index) const {
   const Owned& part = owned[process];
   if (index < part.first || index >= part.last) return {0, 0};

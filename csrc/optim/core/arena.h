@@ -1,9 +1,7 @@
 #pragma once
 
 // The storage of optimizer state. An arena is a set of flat tensors with the state of many parameters, so
-// that one operator call can step all of them. Each parameter's state is a view into these tensors. Sizes,
-// names and the numbers of parameters are those of shoestring/optim/arena.py. So C++ and Python have equal
-// state and equal random bits.
+// that one operator call can step all of them. Each parameter's state is a view into these tensors.
 
 #include <map>
 #include <optional>
@@ -125,6 +123,10 @@ struct Arena {
   Arena(const Rule& rule, const Kind& kind, std::vector<Tensor> params, std::vector<int64_t> numbers,
         const c10::intrusive_ptr<offload::Offload>& offload, bool on_host, const std::optional<Ranks>& ranks);
 
+  /// Returns the parts of parameters of one arena that each of `ranks` processes steps, on the CPU or
+  /// elsewhere.
+  static std::vector<std::vector<ParameterPart>> split(const Rule& rule, std::vector<Tensor> params,
+                                                       int64_t ranks, bool on_cpu);
   /// Raises if a parameter has left the device for which its state was made.
   void check_place(const std::string& optimizer) const;
   /// Returns the optimizer state of parameter `index`, as views into the arena. If processes split the steps,

@@ -175,6 +175,16 @@ class OptimizerCore : public OptimizerHolder {
   }
   /// Returns whether the operator can step a part of a parameter.
   bool takes_parts() { return Access::rule(defaults()).takes_parts(); }
+  /// Returns the ranges of these parameters' elements that each of `ranks` processes steps.
+  std::vector<std::vector<std::tuple<Tensor, int64_t, int64_t>>> split(const std::vector<Tensor>& params,
+                                                                       int64_t ranks, bool on_cpu) {
+    std::vector<std::vector<std::tuple<Tensor, int64_t, int64_t>>> result;
+    for (const auto& parts : Arena::split(Access::rule(defaults()), params, ranks, on_cpu)) {
+      auto& ranges = result.emplace_back();
+      for (const auto& [param, begin, end] : parts) ranges.emplace_back(param, begin, end);
+    }
+    return result;
+  }
   void pop_group() { optimizer_->param_groups().pop_back(); }
   void set_options(int64_t group, const Options& options) {
     auto& group_options = optimizer_->param_groups().at(static_cast<size_t>(group)).options();
@@ -341,6 +351,7 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
       .def("moments", &OptimizerCore::moments)
       .def("extras", &OptimizerCore::extras)
       .def("takes_parts", &OptimizerCore::takes_parts)
+      .def("split", &OptimizerCore::split)
       .def("pop_group", &OptimizerCore::pop_group)
       .def("set_options", &OptimizerCore::set_options)
       .def("replace_params", &OptimizerCore::replace_params)

@@ -22,7 +22,7 @@ from shoestring.training import memory
 from shoestring.training.config import FinetuneConfig, Preset, TrainConfig
 from shoestring.training.estimate import formulas
 from shoestring.training.estimate.config import EstimateConfig
-from shoestring.training.estimate.step import Estimate, chunk_edges, estimate
+from shoestring.training.estimate.step import Estimate, estimate
 from shoestring.training.optimizers import OPTIMIZERS, build, classes, described, make_optimizers
 from shoestring.training.optimizers import trained as trained_of
 from shoestring.training.options import LOW_RANK
@@ -226,7 +226,7 @@ def test_chunks_are_those_of_the_offload(seed: int) -> None:
         offload = torch.classes.shoestring.Offload("test", "stream", torch.device("cpu"))
         like = [torch.empty(0, dtype=torch.uint8)]
         state = torch.classes.shoestring.OffloadedState(offload, like, [per_block], blocks, splits)
-        edges = chunk_edges(blocks, per_block, splits)
+        edges = torch.ops.shoestring._chunk_edges(per_block, blocks, splits)
         assert state.total() == edges[-1]
         chunks = list(range(len(edges) - 1))
         state.start(chunks)

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from shoestring.optim.base import LowMemoryOptimizer
 from shoestring.optim.low_rank import LowRankOptimizer
-from shoestring.optim.muon import Muon
 from shoestring.optim.state_layout import Kind, Part, blocks
 
 
@@ -82,9 +81,8 @@ class StateArena:
 
     parts: list[Part]
     blocks: list[int]  # number of blocks of 256 elements, for each parameter
-    splits: bool  # whether the optimizer's C++ operator can step a part of a parameter
+    core: Any  # the OptimizerCore that steps the parameters
     params: list[Tensor]
-    costs: list[float]  # the work of each parameter's step, by which processes share whole parameters
     extras: list[int]  # bytes of each parameter's state outside of the arena, without the step count
 
     @property
@@ -111,14 +109,6 @@ class State:
         return total(*(arena.bytes() for arena in self.arenas), self.rest)
 
 
-def _cost(param: Tensor, optimizer: LowMemoryOptimizer) -> float:
-    """Return the work of a parameter's step, as csrc/optim/core/arena.cpp does."""
-    if not isinstance(optimizer, Muon):
-        return float(param.numel())
-    least = min(param.shape)
-    return least * (2.0 * param.numel() + least * least)
-
-
 def optimizer_state(
     optimizer: LowMemoryOptimizer | LowRankOptimizer, numel: Callable[[Tensor], int] = Tensor.numel
 ) -> State:
@@ -140,9 +130,8 @@ def optimizer_state(
         for params in members.values():
             found = optimizer._parts(params[0], group)
             sizes = [blocks(numel(p)) for p in params]
-            costs = [_cost(p, optimizer) for p in params]
             extras = [sum(_extras(optimizer, p, numel).values()) for p in params]
-            arenas.append(StateArena(found, sizes, optimizer._core.takes_parts(), params, costs, extras))
+            arenas.append(StateArena(found, sizes, optimizer._core, params, extras))
     return State(arenas, total(*rest))
 
 

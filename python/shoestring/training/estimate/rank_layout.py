@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoestring.checkpoint.blocks import listed_blocks
-from shoestring.distributed.groups import plain_tensors
+from shoestring.distributed.groups import operators, plain_tensors
 from shoestring.quantization.quantize_8bit import STATE_BLOCK
 from shoestring.training.estimate.formulas import StateArena
 from shoestring.training.optimizers import trained
@@ -20,8 +20,7 @@ from shoestring.training.optimizers import trained
 DDP_BUCKETS = [1 << 20, 25 << 20]
 
 
-@dataclass(frozen=True)
-class Range:
+class Range(NamedTuple):
     """Elements [begin, end) of a parameter that one rank steps."""
 
     param: Tensor
@@ -121,67 +120,23 @@ def ddp_buckets(model: nn.Module) -> list[Bucket]:
     return [Bucket(own, sum(p.numel() for p in own), sum(p.nbytes for p in own)) for own in buckets]
 
 
-def owners_of(costs: Sequence[float], ranks: int) -> list[int]:
-    """Return the rank of each parameter: largest first, each to the rank with the least work so far."""
-    work, owners = [0.0] * ranks, [0] * len(costs)
-    for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
-        owners[i] = work.index(min(work))
-        work[owners[i]] += costs[i]
-    return owners
-
-
 def split_arena(arena: StateArena, ranks: int, on_cpu: bool) -> list[list[Range]]:
-    """Return the ranges of an arena's parameters that each rank steps.
-
-    As csrc/optim/core/arena.cpp, it splits whole blocks of 256 elements evenly on the CPU. On other devices, and for
-    optimizers that step whole parameters, it splits parameters.
-    """
-    ranges: list[list[Range]] = [[] for _ in range(ranks)]
-    if not (arena.splits and on_cpu):
-        for p, owner in zip(arena.params, owners_of(arena.costs, ranks), strict=True):
-            if p.numel():
-                ranges[owner].append(Range(p, 0, p.numel()))
-        return ranges
-    each = math.ceil(sum(arena.blocks) / ranks)
-    first = 0
-    for p, size in zip(arena.params, arena.blocks, strict=True):
-        for rank in range(first // each, math.ceil((first + size) / each)) if size else ():
-            begin = max(rank * each - first, 0) * STATE_BLOCK
-            end = min(((rank + 1) * each - first) * STATE_BLOCK, p.numel())
-            if begin < end:
-                ranges[rank].append(Range(p, begin, end))
-        first += size
-    return ranges
+    """Return the ranges of an arena's parameters that each rank steps."""
+    return [[Range(*piece) for piece in own] for own in arena.core.split(arena.params, ranks, on_cpu)]
 
 
 def owned_buckets(params: Sequence[Tensor], ranges: list[list[Range]], bucket_bytes: int) -> list[Bucket]:
-    """Return the buckets of ZeRO-2 in the order in which they are sent, as csrc/distributed/split_gradients.cpp makes them.
+    """Return the buckets of ZeRO-2 in the order in which they are sent.
 
     Args:
         params: the trained parameters in the order of the optimizer.
         ranges: what each rank steps.
     """
-    pieces: dict[int, list[tuple[int, Range]]] = {}
-    for rank, own in enumerate(ranges):
-        for piece in own:
-            pieces.setdefault(id(piece.param), []).append((rank, piece))
-    open_bucket: dict[tuple[int, torch.dtype], int] = {}
-    found: list[tuple[int, list[Tensor], int]] = []  # owner, parameters, elements
-    for p in reversed(params):
-        for owner, piece in pieces.get(id(p), []):
-            key, elements = (owner, p.dtype), piece.end - piece.begin
-            index = open_bucket.get(key)
-            if index is None or (found[index][2] + elements) * p.element_size() > bucket_bytes:
-                index = open_bucket[key] = len(found)
-                found.append((owner, [], 0))
-            owner, own_params, count = found[index]
-            found[index] = (owner, [*own_params, p], count + elements)
-    order = {id(p): number for number, p in enumerate(params)}
-    found.sort(key=lambda bucket: -order[id(bucket[1][-1])])  # the sort is stable, as that of the C++ code
-    return [
-        Bucket(tuple(own), elements, elements * own[0].element_size(), owner)
-        for owner, own, elements in found
-    ]
+    found = []
+    for owner, elements, indices in operators()._reduced_buckets([*params], ranges, bucket_bytes):
+        own = tuple(params[i] for i in indices)
+        found.append(Bucket(own, elements, elements * own[0].element_size(), owner))
+    return found
 
 
 def tables(model: nn.Module) -> list[Tensor]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from shoestring.distributed.diloco import BUCKET
+from shoestring.distributed.groups import operators
 from shoestring.distributed.links import Collective
 from shoestring.distributed.shard import BUCKET_BYTES
 from shoestring.distributed.step_program import Program
@@ -30,7 +31,6 @@ from shoestring.training.estimate.rank_layout import (
 )
 from shoestring.training.optimizers import trained
 
-CHUNK = 4 << 20  # bytes that each rank sends at a time after a split step, as in csrc/distributed/shard.cpp
 UNDER_WAY = 4  # buckets of ZeRO-2 that are sent at the same time
 
 
@@ -136,11 +136,12 @@ class _Buckets:
         if self._setting.bits is None:
             self._works.append(program.send(Collective("all-reduce", size, ranks, self._what)))
             return
-        codes = ranks * part_bytes(elements, ranks, self._setting.bits)
+        part_bytes, part_elements = compressed_part(elements, ranks, self._setting.bits)
+        codes = ranks * part_bytes
         program.hold(2 * codes)
         work = program.send(Collective("all-to-all", codes, ranks, self._what))
         self._flights.append((work, codes, False))
-        self._means.append(4 * part_elements(elements, ranks, self._setting.bits))
+        self._means.append(4 * part_elements)
         for i in range(len(self._flights) - (0 if is_last else 1)):
             number, size, is_second = self._flights[i]
             if not is_second:
@@ -160,16 +161,10 @@ class _Buckets:
         self._program.wait(*self._works)
 
 
-def part_elements(elements: int, ranks: int, bits: int) -> int:
-    """Return the elements of the first of ``ranks`` parts of a bucket, which are whole records."""
-    records = part_bytes(elements, ranks, bits) // compressed_gradient_bytes(1, bits=bits)
-    return min(elements, records * (128 if bits == 4 else 256))
-
-
-def part_bytes(elements: int, ranks: int, bits: int) -> int:
-    """Return the bytes of the codes of one of ``ranks`` equal parts of a bucket."""
-    record = compressed_gradient_bytes(1, bits=bits)
-    return math.ceil(compressed_gradient_bytes(elements, bits=bits) / record / ranks) * record
+def compressed_part(elements: int, ranks: int, bits: int) -> tuple[int, int]:
+    """Return the bytes of the codes, and the elements, of the first of ``ranks`` parts of a bucket."""
+    found: tuple[int, int] = operators()._compressed_part(elements, ranks, 0, bits)
+    return found
 
 
 def copy_parts(program: Program, setting: Setting, ranges: Sequence[Sequence[Range]]) -> None:
@@ -178,7 +173,7 @@ def copy_parts(program: Program, setting: Setting, ranges: Sequence[Sequence[Ran
     most = max(sum(piece.bytes for piece in own) for own in ranges)
     if ranks == 1 or most == 0:
         return
-    chunk = min(CHUNK, most)
+    chunk = min(operators()._gather_chunk(ranks), most)
     count = math.ceil(most / chunk)
     buffers = 2 * (ranks + 1) * chunk + min(2, count) * (ranks * chunk if setting.gloo else 0)
     program.hold(buffers)
@@ -351,8 +346,8 @@ class _Gathering:
         if replicas > 1 and bits is None:
             work = self._over_replicas("all-reduce", size // shards, work)
         elif replicas > 1 and bits is not None:  # as Compressor::all_reduce in C++
-            codes = replicas * part_bytes(elements, replicas, bits)
-            means = 4 * part_elements(elements, replicas, bits)
+            part_bytes, part_elements = compressed_part(elements, replicas, bits)
+            codes, means = replicas * part_bytes, 4 * part_elements
             program.hold(2 * codes)
             work = self._over_replicas("all-to-all", codes, work)
             program.hold(means)
@@ -460,11 +455,5 @@ def alone(model: nn.Module, setting: Setting) -> tuple[Program, Program]:
 
 def averaged_buckets(params: Sequence[Tensor]) -> list[int]:
     """Return the elements of each bucket of weights that DiLoCo averages."""
-    found: list[int] = []
-    elements = 0
-    for p in params:
-        elements += p.numel()
-        if elements >= BUCKET:
-            found.append(elements)
-            elements = 0
-    return [*found, elements] if elements else found
+    buckets = operators()._averaged_buckets([*params], BUCKET)
+    return [sum(params[i].numel() for i in bucket) for bucket in buckets]

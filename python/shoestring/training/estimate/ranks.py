@@ -243,7 +243,7 @@ def _residuals(found: Estimate, buckets: list[int], ranks: int, bits: int | None
     """Add what codes leave out: of the gradients, and of the means of the rank's part of each bucket."""
     if bits is None or ranks == 1:
         return
-    means = [rank_program.part_elements(elements, ranks, bits) for elements in buckets]
+    means = [rank_program.compressed_part(elements, ranks, bits)[1] for elements in buckets]
     size = 4 * (sum(buckets) + sum(means))
     found.add("device", "residuals", size, "what the codes of compressed numbers have left out, fp32")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 
 from shoestring.core.errors import InputError
@@ -17,9 +18,8 @@ from shoestring.training.estimate.weights import away_blocks, away_tables, offlo
 from shoestring.training.optimizers import Own, build, described, trained
 
 # csrc/offload splits optimizer state into chunks of about CHUNK_BYTES bytes; a larger parameter may form one
-# chunk. Chunks begin at multiples of CHUNK_EDGE blocks of 256 elements. At most SLOTS chunks are on the
-# device at once.
-CHUNK_BYTES, CHUNK_EDGE, SLOTS = 8 << 20, 1024, 4
+# chunk. At most SLOTS chunks are on the device at once.
+CHUNK_BYTES, SLOTS = 8 << 20, 4
 HOST_ALIGNMENT = 64  # alignment in bytes of each parameter's copy in host memory
 
 
@@ -61,34 +61,6 @@ class Estimate:
     def totals(self) -> dict[str, int]:
         """Return for each location (device, host, disk) the sum of all known sizes, in bytes."""
         return {place: sum(item.bytes or 0 for item in items) for place, items in self.memory.items()}
-
-
-def chunk_edges(blocks: list[int], per_block: int, splits: bool) -> list[int]:
-    """Return the chunk boundaries of offloaded optimizer state, as csrc/offload/state.cpp computes them.
-
-    Args:
-        blocks: for each parameter, the number of its blocks of 256 elements.
-        per_block: bytes of optimizer state per block.
-        splits: whether a chunk may end inside a parameter.
-
-    Returns:
-        The boundaries as numbers of blocks, from 0 to the total number of blocks.
-    """
-
-    def up(n: int) -> int:
-        return -(-n // CHUNK_EDGE) * CHUNK_EDGE
-
-    most = up(max(CHUNK_BYTES // max(per_block, 1), 1))
-    edges, total = [0], 0
-    for count in blocks:
-        if not splits and count > 0 and edges[-1] < total and edges[-1] + most < total + count:
-            total = up(total)
-            edges.append(total)
-        total += count
-        while splits and edges[-1] + most < total:
-            edges.append(edges[-1] + most)
-    total = max(up(total), CHUNK_EDGE)
-    return [*edges, total] if total > edges[-1] else edges
 
 
 def optimizers_of(model: nn.Module, config: EstimateConfig) -> list[Own]:
@@ -173,7 +145,8 @@ def add_state(found: Estimate, config: EstimateConfig, states: list[State], own:
     kept: list[dict[str, int]] = []
     slots: list[int] = []
     for arena in (arena for state in states for arena in state.arenas):
-        edges = chunk_edges(arena.blocks, arena.per_block, arena.splits and not discrete)
+        splits = arena.core.takes_parts() and not discrete
+        edges = torch.ops.shoestring._chunk_edges(arena.per_block, arena.blocks, splits)
         largest = max(b - a for a, b in itertools.pairwise(edges))
         kept.append(arena.bytes(edges[-1]))
         slots.append(min(SLOTS, len(edges) - 1) * largest * arena.per_block)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from shoestring.training.options import Device, Model, Seed, TrustRemoteCode, one_of, within
+from shoestring.training.options import Device, Model, Seed, TrustRemoteCode, choice, within
 
 RunFolder = Annotated[Path, typer.Option(help="Directory of the run; must be new or empty.")]
 
@@ -48,10 +48,7 @@ class GenerateConfig:
         ),
     ] = 0.95
     device: Device = "auto"
-    precision: Annotated[
-        str,
-        typer.Option(help="fp32, bf16 or fp16: of the weights.", callback=one_of("fp32", "bf16", "fp16")),
-    ] = "fp32"
+    precision: Annotated[str, choice("fp32", "bf16", "fp16", help=": of the weights.")] = "fp32"
     seed: Seed = 0
     chat: Annotated[
         bool, typer.Option("--chat", help="The prompt is a user's message in the chat template.")

@@ -15,35 +15,18 @@ import typer
 from shoestring.core.errors import InputError
 from shoestring.training.options import (
     COUNT,
+    OPTIMIZERS,
     RANK,
+    STATES,
     VOCABULARY,
-    Accumulate,
-    Activations,
-    BatchSize,
-    Compress,
     Device,
-    DoubleQuant,
-    Full,
     HostAllocator,
-    Keep,
     LearningRate,
-    MemoryBudget,
     Model,
-    Offload,
-    OffloadWeights,
-    OptimizerArg,
-    OptimizerName,
-    OptimizerState,
-    Parallel,
-    Precision,
     Seed,
-    SeqLen,
-    StepInBackward,
-    TargetModules,
-    TrainedWeights,
     TrustRemoteCode,
     WeightDecay,
-    Workspace,
+    choice,
     environment_number,
     one_of,
     refuse_together,
@@ -81,6 +64,8 @@ PRESETS = {
 
 # Allowed values of command-line options. This module does not import PyTorch, so that parsing of options is
 # fast.
+PARALLEL = ("none", "auto", "ddp", "zero1", "zero2", "zero3", "hsdp")
+COMPRESS = ("none", "8bit", "4bit", "1bit", "powersgd")
 SCHEDULES = ("constant", "linear", "cosine", "wsd", "flat-cos", "inverse-sqrt")
 MOST_THREADS = max(256, os.cpu_count() or 1)  # a request for tens of thousands of threads kills the process
 QUANTIZE = ("nf4", "int4", "int8", "none")
@@ -107,19 +92,53 @@ MAY_CHANGE = {"may_change": True}
 class StepConfig:
     """Options that decide the memory of a training step, and that `estimate` shares with training."""
 
-    batch_size: BatchSize = 8
-    seq_len: SeqLen = 512
-    accumulate: Accumulate = 0
-    precision: Precision = "fp32"
-    weights: TrainedWeights = "fp32"
-    optimizer: OptimizerName = "adamw"
-    optimizer_state: OptimizerState = "8bit"
-    optimizer_arg: OptimizerArg = None
-    step_in_backward: StepInBackward = False
-    offload: Offload = field(default="none", metadata=MAY_CHANGE)
-    activations: Activations = field(default="keep", metadata=MAY_CHANGE)
-    memory_budget: MemoryBudget = field(default=None, metadata=MAY_CHANGE)
-    workspace_mb: Workspace = 64
+    batch_size: Annotated[int, typer.Option(help="Rows in a micro-batch.", callback=within(1, 1 << 16))] = 8
+    seq_len: Annotated[int, typer.Option(help="Tokens in a row.", callback=within(1, 1 << 24))] = 512
+    accumulate: Annotated[
+        int,
+        typer.Option(
+            help="Micro-batches in a step, a multiple of the processes; 0 is one for each process.",
+            callback=within(0, 1 << 16, "0 or more"),
+        ),
+    ] = 0
+    precision: Annotated[
+        str, choice("fp32", "tf32", "bf16", "fp16", help=": of matrix products; fp16 scales the loss.")
+    ] = "fp32"
+    weights: Annotated[str, choice(*ROUNDING, help=": how trained weights are stored and rounded.")] = "fp32"
+    optimizer: Annotated[
+        str,
+        typer.Option(
+            help="adamw, lion, sgd, ademamix, schedule-free-adamw, lamb, adafactor, came; muon, galore, apollo and "
+            "apollo-mini, with adamw for embeddings and vectors.",
+            callback=one_of(*OPTIMIZERS),
+        ),
+    ] = "adamw"
+    optimizer_state: Annotated[str, choice(*STATES, help=": how moments are stored.")] = "8bit"
+    optimizer_arg: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME=VALUE, another option of the optimizer; may be given several times."),
+    ] = None
+    step_in_backward: Annotated[
+        bool,
+        typer.Option("--step-in-backward", help="Each parameter is stepped once its gradient is complete."),
+    ] = False
+    offload: Annotated[
+        str, typer.Option(help="none, cpu, stream or nvme:DIR: where the optimizer's state lies.")
+    ] = field(default="none", metadata=MAY_CHANGE)
+    activations: Annotated[
+        str,
+        choice("keep", "recompute", "offload", help=" (to host memory): of each block, until its backward."),
+    ] = field(default="keep", metadata=MAY_CHANGE)
+    memory_budget: Annotated[
+        str | None,
+        typer.Option(
+            help="Largest memory for activations, such as 2GiB: as many blocks are recomputed, or with "
+            "--activations offload copied to host memory, as that needs."
+        ),
+    ] = field(default=None, metadata=MAY_CHANGE)
+    workspace_mb: Annotated[
+        int, typer.Option(help="Memory of the fused loss, in MiB.", callback=within(1, 1 << 20))
+    ] = 64
     trust_remote_code: TrustRemoteCode = field(default=False, metadata=MAY_CHANGE)
 
     def __post_init__(self) -> None:
@@ -165,12 +184,7 @@ class LoopConfig(StepConfig):
     warmup: Annotated[
         int, typer.Option(help="Steps of linear warm-up.", callback=within(0, COUNT, "0 or more"))
     ] = 10
-    schedule: Annotated[
-        str,
-        typer.Option(
-            help="constant, linear, cosine, wsd, flat-cos or inverse-sqrt.", callback=one_of(*SCHEDULES)
-        ),
-    ] = "cosine"
+    schedule: Annotated[str, choice(*SCHEDULES, help=".")] = "cosine"
     clip: Annotated[
         float,
         typer.Option(help="Largest gradient norm; 0 does not clip.", callback=within(0, 1e30, "0 or more")),
@@ -215,8 +229,22 @@ class LoopConfig(StepConfig):
         typer.Option(help="CPU threads; by default what PyTorch takes.", callback=within(1, MOST_THREADS)),
     ] = field(default=None, metadata=MAY_CHANGE)
     host_allocator: HostAllocator = field(default=None, metadata=MAY_CHANGE)
-    parallel: Parallel = field(default="none", metadata=MAY_CHANGE)
-    compress: Compress = field(default="none", metadata=MAY_CHANGE)
+    parallel: Annotated[
+        str,
+        choice(
+            *PARALLEL,
+            help=": how the processes that torchrun has started share the training; each takes its part of the --accumulate "
+            "micro-batches of a step.",
+        ),
+    ] = field(default="none", metadata=MAY_CHANGE)
+    compress: Annotated[
+        str,
+        choice(
+            *COMPRESS,
+            help=": how processes send gradients, for links that are slower than backward; with --parallel. A resumed run "
+            "begins without what the last codes have left out.",
+        ),
+    ] = field(default="none", metadata=MAY_CHANGE)
 
     def _processes(self) -> int:
         return 1 if self.parallel == "none" else max(1, environment_number("WORLD_SIZE", 1))
@@ -253,11 +281,26 @@ class LoopConfig(StepConfig):
 class AdapterConfig:
     """Options of `finetune` and `estimate`: what is trained of a model, and where the weights of its blocks lie."""
 
-    full: Full = False
-    double_quant: DoubleQuant = False
-    target_modules: TargetModules = "all-linear"
-    offload_weights: OffloadWeights = field(default="none", metadata=MAY_CHANGE)
-    keep: Keep = field(default="0", metadata=MAY_CHANGE)
+    full: Annotated[bool, typer.Option("--full", help="Train all weights instead of an adapter.")] = False
+    double_quant: Annotated[
+        bool,
+        typer.Option(
+            "--double-quant", help="Quantise the scales of nf4 to 8 bits, 0.37 bits fewer for each parameter."
+        ),
+    ] = False
+    target_modules: Annotated[str, typer.Option(help="all-linear, or names separated by commas.")] = (
+        "all-linear"
+    )
+    offload_weights: Annotated[
+        str,
+        typer.Option(
+            help="none, cpu or nvme:DIR: where the weights of the model's blocks lie while no block needs them, or with "
+            "--parallel zero3 the part of each process. Trained weights also need --step-in-backward in one process."
+        ),
+    ] = field(default="none", metadata=MAY_CHANGE)
+    keep: Annotated[
+        str, typer.Option(help="With --offload-weights: weights of the first blocks that stay, such as 1GiB.")
+    ] = field(default="0", metadata=MAY_CHANGE)
 
     @property
     def targets(self) -> str | list[str]:

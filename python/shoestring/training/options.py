@@ -14,6 +14,7 @@ LOW_RANK = ("galore", "apollo", "apollo-mini")
 OPTIMIZERS = (
     "adamw", "lion", "sgd", "ademamix", "schedule-free-adamw", "lamb", "adafactor", "came", "muon", *LOW_RANK,
 )  # fmt: skip
+STATES = ("8bit", "4bit", "bf16", "fp32")
 COUNT = 10**9  # maximum of options that count steps, or events that happen at most once per step
 
 
@@ -63,6 +64,11 @@ def one_of(*choices: str) -> Callable[..., Any]:
     return check
 
 
+def choice(*choices: str, help: str) -> Any:
+    """Return an option that must be one of ``choices``, which its help lists before the text ``help``."""
+    return typer.Option(help=f"{', '.join(choices[:-1])} or {choices[-1]}{help}", callback=one_of(*choices))
+
+
 def _refuse(param: typer.CallbackParam, expected: str, value: Any) -> None:
     received = str(value)
     received = received if len(received) <= 80 else received[:77] + "..."
@@ -83,23 +89,7 @@ VOCABULARY = within(257, 1 << 20)
 # the rank is at most the width of a layer, and no published model has a wider layer
 RANK = within(1, 1 << 14)
 
-DoubleQuant = Annotated[
-    bool,
-    typer.Option(
-        "--double-quant", help="Quantise the scales of nf4 to 8 bits, 0.37 bits fewer for each parameter."
-    ),
-]
-Full = Annotated[bool, typer.Option("--full", help="Train all weights instead of an adapter.")]
 Model = Annotated[str, typer.Option(help="Hugging Face model directory, or an id of the Hub.")]
-SeqLen = Annotated[int, typer.Option(help="Tokens in a row.", callback=within(1, 1 << 24))]
-BatchSize = Annotated[int, typer.Option(help="Rows in a micro-batch.", callback=within(1, 1 << 16))]
-Accumulate = Annotated[
-    int,
-    typer.Option(
-        help="Micro-batches in a step, a multiple of the processes; 0 is one for each process.",
-        callback=within(0, 1 << 16, "0 or more"),
-    ),
-]
 LearningRate = Annotated[
     float,
     typer.Option(help="Highest learning rate.", callback=within(0, 1e38, "a positive number", without=0)),
@@ -120,83 +110,6 @@ Device = Annotated[
         help="auto (the accelerator, if there is one), cpu, cuda, cuda:1, or an installed backend of PyTorch."
     ),
 ]
-Precision = Annotated[
-    str,
-    typer.Option(
-        help="fp32, tf32, bf16 or fp16: of matrix products; fp16 scales the loss.",
-        callback=one_of("fp32", "tf32", "bf16", "fp16"),
-    ),
-]
-TrainedWeights = Annotated[
-    str,
-    typer.Option(
-        help="fp32, bf16, bf16-stochastic or bf16-remainder: how trained weights are stored and rounded.",
-        callback=one_of("fp32", "bf16", "bf16-stochastic", "bf16-remainder"),
-    ),
-]
-OptimizerName = Annotated[
-    str,
-    typer.Option(
-        help="adamw, lion, sgd, ademamix, schedule-free-adamw, lamb, adafactor, came; muon, galore, apollo and "
-        "apollo-mini, with adamw for embeddings and vectors.",
-        callback=one_of(*OPTIMIZERS),
-    ),
-]
-STATE_CHECK = one_of("8bit", "4bit", "bf16", "fp32")
-OptimizerState = Annotated[
-    str, typer.Option(help="8bit, 4bit, bf16 or fp32: how moments are stored.", callback=STATE_CHECK)
-]
-OptimizerArg = Annotated[
-    list[str] | None,
-    typer.Option(help="NAME=VALUE, another option of the optimizer; may be given several times."),
-]
-StepInBackward = Annotated[
-    bool,
-    typer.Option("--step-in-backward", help="Each parameter is stepped once its gradient is complete."),
-]
-Parallel = Annotated[
-    str,
-    typer.Option(
-        help="none, auto, ddp, zero1, zero2, zero3 or hsdp: how the processes that torchrun has started share the "
-        "training; each takes its part of the --accumulate micro-batches of a step.",
-        callback=one_of("none", "auto", "ddp", "zero1", "zero2", "zero3", "hsdp"),
-    ),
-]
-Compress = Annotated[
-    str,
-    typer.Option(
-        help="none, 8bit, 4bit, 1bit or powersgd: how processes send gradients, for links that are slower than backward; "
-        "with --parallel. A resumed run begins without what the last codes have left out.",
-        callback=one_of("none", "8bit", "4bit", "1bit", "powersgd"),
-    ),
-]
-Activations = Annotated[
-    str,
-    typer.Option(
-        help="keep, recompute or offload (to host memory): of each block, until its backward.",
-        callback=one_of("keep", "recompute", "offload"),
-    ),
-]
-MemoryBudget = Annotated[
-    str | None,
-    typer.Option(
-        help="Largest memory for activations, such as 2GiB: as many blocks are recomputed, or with "
-        "--activations offload copied to host memory, as that needs."
-    ),
-]
-Offload = Annotated[
-    str, typer.Option(help="none, cpu, stream or nvme:DIR: where the optimizer's state lies.")
-]
-OffloadWeights = Annotated[
-    str,
-    typer.Option(
-        help="none, cpu or nvme:DIR: where the weights of the model's blocks lie while no block needs them, or with "
-        "--parallel zero3 the part of each process. Trained weights also need --step-in-backward in one process."
-    ),
-]
-Keep = Annotated[
-    str, typer.Option(help="With --offload-weights: weights of the first blocks that stay, such as 1GiB.")
-]
 HostAllocator = Annotated[
     bool | None,
     typer.Option(
@@ -205,10 +118,6 @@ HostAllocator = Annotated[
         "--baseline.",
     ),
 ]
-Workspace = Annotated[
-    int, typer.Option(help="Memory of the fused loss, in MiB.", callback=within(1, 1 << 20))
-]
-TargetModules = Annotated[str, typer.Option(help="all-linear, or names separated by commas.")]
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run Python code that the directory brings (auto_map).")
 ]

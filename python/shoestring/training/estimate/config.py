@@ -20,6 +20,7 @@ from shoestring.training.config import (
 from shoestring.training.options import (
     COUNT,
     RANK,
+    choice,
     one_of,
     refuse_together,
     target_names,
@@ -50,11 +51,7 @@ class RanksConfig:
         ),
     ] = "auto"
     compress: Annotated[
-        str,
-        typer.Option(
-            help="none, 8bit, 4bit or 1bit: of the gradients that processes send.",
-            callback=one_of("none", "8bit", "4bit", "1bit"),
-        ),
+        str, choice("none", "8bit", "4bit", "1bit", help=": of the gradients that processes send.")
     ] = "none"
     every: Annotated[
         int | None,
@@ -123,11 +120,7 @@ class EstimateConfig(StepConfig, AdapterConfig, RanksConfig):
         ),
     ] = None
     quantize: Annotated[
-        str | None,
-        typer.Option(
-            help=f"nf4, int4, int8 or none: frozen weights below adapters; by default {FROZEN}.",
-            callback=one_of(*QUANTIZE),
-        ),
+        str | None, choice(*QUANTIZE, help=f": frozen weights below adapters; by default {FROZEN}.")
     ] = None
 
     def __post_init__(self) -> None:

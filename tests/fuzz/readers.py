@@ -503,7 +503,7 @@ NOT_READERS = {
     **dict.fromkeys(
         ("cli.app.demo", "cli.app.finish", "cli.demo.demo", "cli.finetune.finetune",
          "cli.tokenize.tokenize", "cli.app.compare", "cli.app.tokenize", "cli.app.train", "cli.app.generate", "cli.app.finetune",
-         "cli.app.estimate", "cli.train.train", "cli.turns.Run", "cli.turns.run_in_turns", "training.run.folder.open_run",
+         "cli.app.estimate", "cli.train.train", "cli.turns.Command", "cli.turns.run_in_turns", "training.run.folder.open_run",
          "training.run.execute.execute", "training.run.folder.Run", "training.run.folder.prepare_tokens", "training.run.digests.require_prepared", "training.report.write.read_runs", "adapters.config_digest.check_pair", "data.tokenizer.train_bpe"),
         "calls the readers above",
     ),

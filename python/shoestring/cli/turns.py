@@ -26,7 +26,7 @@ SPEED = re.compile(r"[\d,]+ tok/s")  # the speed of a step in a line of a run
 STEP = re.compile(r"step +(\d+)/(\d+) ")  # the start of a line of a run
 
 
-class Run:
+class Command:
     """A command that runs while it has its turn, and the steps that it has printed."""
 
     def __init__(self, name: str, arguments: list[str], width: int, logs: Path) -> None:
@@ -103,10 +103,10 @@ def run_in_turns(
     commands, from the seconds that each of them takes.
     """
     width = max(map(len, commands))
-    runs: list[Run] = []
+    runs: list[Command] = []
     try:
         for name, arguments in commands.items():
-            runs.append(Run(name, arguments, width, logs))
+            runs.append(Command(name, arguments, width, logs))
         running = list(runs)
         while running:
             running = [run for run in running if run.turn(is_alone=len(running) == 1)]

@@ -538,10 +538,11 @@ def core_value(value: object) -> object:
 
     Other values become text, which the core refuses for every option that is not a text.
     """
-    if value is None or isinstance(value, (Tensor, bool, str)):
+    # float comes first because each step converts the options, and a test of Real takes ten times as long.
+    if type(value) in (float, int) or value is None or isinstance(value, (Tensor, bool, str)):
         return value
     if isinstance(value, (tuple, list)) and all(
-        isinstance(item, (Real, Tensor, type(None))) for item in value
+        isinstance(item, (float, Real, Tensor, type(None))) for item in value
     ):
         return [None if item is None else float(item) for item in value]
     if not isinstance(value, Real):

@@ -63,21 +63,19 @@ std::vector<std::string> AdaptableLayer::current() const {
 
 double AdaptableLayer::dropout() const {
   if (!dynamic_cast<const torch::nn::Module&>(*this).is_training()) return 0;
-  std::optional<double> shared_rate;
+  std::optional<double> shared;
   for (const auto& name : current()) {
     const auto& options = adapters[name]->options;
     const auto* vera = std::get_if<VeraOptions>(&options);
     const auto* low_rank = std::get_if<LoraOptions>(&options);
-    const double adapter_rate = vera != nullptr       ? vera->dropout()
-                                : low_rank != nullptr ? low_rank->dropout()
-                                                      : 0;
+    const double rate = vera != nullptr ? vera->dropout() : low_rank != nullptr ? low_rank->dropout() : 0;
     TORCH_CHECK_VALUE(
-        shared_rate.value_or(adapter_rate) == adapter_rate,
-        "lora: dropout: expected the same dropout for all active adapters in training, received ",
-        *shared_rate, " and ", adapter_rate);
-    shared_rate = adapter_rate;
+        shared.value_or(rate) == rate,
+        "lora: dropout: expected the same dropout for all active adapters in training, received ", *shared,
+        " and ", rate);
+    shared = rate;
   }
-  return shared_rate.value_or(0);
+  return shared.value_or(0);
 }
 
 void AdaptableLayer::check_kind(const AnyAdapterOptions& options, const std::string& caller,
@@ -91,20 +89,20 @@ void AdaptableLayer::check_kind(const AnyAdapterOptions& options, const std::str
 }
 
 void AdaptableLayer::add_adapter(const AnyAdapterOptions& options, const std::string& adapter_name,
-                                 AdapterImpl::Tensors tensors) {
+                                 AdapterImpl::Tensors given) {
   lora::check_adapter("add_adapter", options);
   lora::check_name("add_adapter", adapter_name);
   TORCH_CHECK_VALUE(!adapters.contains(adapter_name),
                     "add_adapter: adapter_name: expected a new name, but the layer has an adapter '",
                     adapter_name, "'; merge or delete it first");
   shapes(options, "add_adapter", "this layer");
-  if (tensors.is_empty()) tensors = prepare(options);
+  if (given.is_empty()) given = prepare(options);
   auto values = start(options);
-  for (const auto& item : tensors) {
+  for (const auto& item : given) {
     if (values.contains(item.key())) values[item.key()] = item.value();
   }
   put_adapter(adapter_name, options, values);
-  for (const auto& item : tensors) {
+  for (const auto& item : given) {
     const bool vera = !values.contains(item.key());
     const std::string name =
         // The initial lora_A is stored under the name "initial_A", and the initial lora_B under "initial_B".

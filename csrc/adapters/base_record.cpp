@@ -125,10 +125,9 @@ void check_base_record(const torch::nn::Module& module, const SafetensorsFile& f
                       where, ": expected a shape and values of each tensor, received something else");
     const auto weight = weights.find(name);
     if (weight == weights.end()) continue;  // quantised here, or a part that the module lacks
-    const std::string deviation = difference(described, weight->second);
-    TORCH_CHECK_VALUE(deviation.empty(),
-                      "lora::load_adapter: module: expected the base model of the adapter ", file.path(),
-                      ", received a module whose ", name, " has ", deviation,
+    const std::string mismatch = difference(described, weight->second);
+    TORCH_CHECK_VALUE(mismatch.empty(), "lora::load_adapter: module: expected the base model of the adapter ",
+                      file.path(), ", received a module whose ", name, " has ", mismatch,
                       ". Load the adapter onto its own base, or insist with any_base");
   }
 }

@@ -19,18 +19,17 @@ template <class E>
 void add_rows(const typename E::Type* a, const typename E::Type* b, const float* offset, int64_t count,
               int64_t stride, int64_t n, float* sums) {
   const auto add = [&](int64_t c, auto load_row) __attribute__((always_inline)) {
-    const int64_t columns_left = n - c;
+    const int64_t width = n - c;
     if (c % (64 / static_cast<int64_t>(sizeof *a)) == 0) {
       for (int64_t r = kRowsTogether; r < kRowsTogether + count; ++r) {
         __builtin_prefetch(address(a, r * stride + c));
         __builtin_prefetch(address(b, r * stride + c));
       }
     }
-    const F32 away = offset == nullptr ? F32{} : load_some<Float>(offset + c, columns_left);
+    const F32 away = offset == nullptr ? F32{} : load_some<Float>(offset + c, width);
     F32 sum = load(sums + c);
     for (int64_t r = 0; r < count; ++r) {
-      sum = fma(load_row(a + r * stride + c, columns_left), load_row(b + r * stride + c, columns_left) - away,
-                sum);
+      sum = fma(load_row(a + r * stride + c, width), load_row(b + r * stride + c, width) - away, sum);
     }
     store(sums + c, sum);
   };

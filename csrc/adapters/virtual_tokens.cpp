@@ -131,9 +131,8 @@ std::vector<PrefixTokensImpl::Layer> PrefixTokensImpl::forward(int64_t batch, at
                            .view({options.tokens(), options.layers(), 2, options.heads(), options.head_dim()})
                            .permute({1, 2, 3, 0, 4});
   std::vector<Layer> layers;
-  for (const Tensor& keys_and_values : parts.unbind(0))
-    layers.push_back(
-        {keys_and_values[0].expand({batch, -1, -1, -1}), keys_and_values[1].expand({batch, -1, -1, -1})});
+  for (const Tensor& pair : parts.unbind(0))
+    layers.push_back({pair[0].expand({batch, -1, -1, -1}), pair[1].expand({batch, -1, -1, -1})});
   return layers;
 }
 

@@ -46,9 +46,8 @@ Call::Call(const Arguments& arguments)
       deterministic(
           arguments.options.deterministic().value_or(at::globalContext().deterministicAlgorithms())) {
   check();
-  const auto user_scale = arguments.options.scale();
-  scale = user_scale ? *user_scale
-                     : 1 / std::sqrt(static_cast<double>(q.sym_size(-1).guard_int(__FILE__, __LINE__)));
+  const auto option = arguments.options.scale();
+  scale = option ? *option : 1 / std::sqrt(static_cast<double>(q.sym_size(-1).guard_int(__FILE__, __LINE__)));
   if (cu_seqlens_q && !cu_seqlens_k) cu_seqlens_k = cu_seqlens_q;
 }
 

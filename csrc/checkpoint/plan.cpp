@@ -175,10 +175,10 @@ CheckpointPlan checkpoint_plan(const std::vector<PlanBlock>& blocks, int64_t bud
   }
   TORCH_CHECK(least != plan::kNone, op, ": budget: expected at least ", plan::least_budget(model),
               " bytes, received ", budget, "; raise the budget, or add choices that keep less memory");
-  CheckpointPlan fastest = plan::simulate(model, std::move(choices), budget);
-  fastest.least_seconds =
-      complete ? fastest.seconds : std::min(fastest.seconds, bound(plan::State(), 0) * 1e-12);
-  return fastest;
+  CheckpointPlan result = plan::simulate(model, std::move(choices), budget);
+  result.least_seconds =
+      complete ? result.seconds : std::min(result.seconds, bound(plan::State(), 0) * 1e-12);
+  return result;
 }
 
 }  // namespace shoestring

@@ -152,7 +152,7 @@ Batch PrefetchRing::upload(Slot& slot, const Batch& batch) {
   const auto* const begin =
       slot.host.defined() ? static_cast<const char*>(slot.host.const_data_ptr()) : nullptr;
   std::vector<Place> places;
-  int64_t used_bytes = slot.used;
+  int64_t used = slot.used;
   for (const Tensor& t : batch) {
     const auto* const data = static_cast<const char*>(t.const_data_ptr());
     if (t.numel() > 0 && !t.is_conj() && !t.is_neg() && data >= begin && data < begin + slot.used) {
@@ -161,12 +161,12 @@ Batch PrefetchRing::upload(Slot& slot, const Batch& batch) {
     }
     c10::DimVector strides(t.strides());
     if (!t.is_non_overlapping_and_dense()) strides = at::infer_dense_strides(t.sizes(), t.strides());
-    places.push_back({used_bytes, std::move(strides), false});
-    used_bytes += aligned_bytes(static_cast<int64_t>(t.nbytes()));
+    places.push_back({used, std::move(strides), false});
+    used += aligned_bytes(static_cast<int64_t>(t.nbytes()));
   }
   // All slots grow to the largest batch, so that each slot grows at most once for it.
-  largest_ = std::max({largest_, used_bytes, slot.wanted});
-  if (!slot.host.defined() || slot.host.numel() < used_bytes) {
+  largest_ = std::max({largest_, used, slot.wanted});
+  if (!slot.host.defined() || slot.host.numel() < used) {
     const Tensor filled = std::exchange(slot.host, memory_.empty({largest_}, at::kByte));
     if (slot.used > 0) bytes_of(slot.host, slot.used).copy_(bytes_of(filled, slot.used));
   }
@@ -178,10 +178,9 @@ Batch PrefetchRing::upload(Slot& slot, const Batch& batch) {
 
   const c10::StreamGuard guard(*stream_);
   if (slot.released) slot.released->block(stream_);
-  if (!slot.device.defined() || slot.device.numel() < used_bytes)
+  if (!slot.device.defined() || slot.device.numel() < used)
     slot.device = at::empty({largest_}, at::TensorOptions().dtype(at::kByte).device(device_));
-  if (used_bytes > 0)
-    bytes_of(slot.device, used_bytes).copy_(bytes_of(slot.host, used_bytes), /*non_blocking=*/true);
+  if (used > 0) bytes_of(slot.device, used).copy_(bytes_of(slot.host, used), /*non_blocking=*/true);
   slot.copied = Fence::now(device_);
   Batch copies;
   for (size_t i = 0; i < batch.size(); ++i) {

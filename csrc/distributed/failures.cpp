@@ -146,9 +146,7 @@ struct Listener::State {
 
 Listener::Listener(c10d::Store& store, int64_t rank, int64_t size)
     : state_(std::make_shared<State>(rank, size)) {
-  if (size > 1)
-    thread_ =
-        std::thread([state = state_, listener_store = store.clone()] { listen(*state, *listener_store); });
+  if (size > 1) thread_ = std::thread([state = state_, copy = store.clone()] { listen(*state, *copy); });
 }
 
 Listener::~Listener() { end(); }

@@ -136,8 +136,7 @@ NamedBackend::NamedBackend(BackendPtr backend, std::shared_ptr<Listener> listene
   pg_uid_ = backend_->getGroupUid();
   pg_desc_ = backend_->getGroupDesc();
   bound_device_id_ = backend_->getBoundDeviceId();
-  if (backend_->hasHooks())
-    onCompletionHook_ = [](const auto&) {};  // makes hasHooks(), which is not virtual, return true
+  if (backend_->hasHooks()) onCompletionHook_ = [](const auto&) {};  // hasHooks() is not virtual
 }
 
 template <class Issue>

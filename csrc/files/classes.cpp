@@ -97,10 +97,9 @@ struct BoundWriter : torch::CustomClassHolder {
   static std::vector<TensorInfo> infos(const std::string& caller, const std::string& path,
                                        const std::vector<std::string>& names,
                                        const std::vector<at::Tensor>& like) {
-    std::vector<TensorInfo> tensor_infos;
-    for (size_t i = 0; i < names.size(); ++i)
-      tensor_infos.push_back(info_of(caller, path, names[i], like.at(i)));
-    return tensor_infos;
+    std::vector<TensorInfo> result;
+    for (size_t i = 0; i < names.size(); ++i) result.push_back(info_of(caller, path, names[i], like.at(i)));
+    return result;
   }
   template <class Step>
   static int64_t guarded(const Step& step) {

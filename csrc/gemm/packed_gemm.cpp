@@ -322,20 +322,19 @@ void multiply(const kernels::GemmProduct& product, const Result& out, const std:
   const int64_t size = own_size + sum_size + computed;
   const Scratch for_all(shared_size), for_one(threads * size);
   float* all = for_all.data();
-  const auto scratch_of_thread = [&] { return for_one.data() + at::get_thread_num() * size; };
+  const auto scratch = [&] { return for_one.data() + at::get_thread_num() * size; };
 
   for (const Round& round : rounds) {
     at::parallel_for(0, shared.panels, parts_of(shared.panels, threads), [&](int64_t first, int64_t last) {
       for (const Piece& piece : round.pieces) {
         const Side& side = piece.sides->shared();
         side.pack(first, last, piece.begin, piece.depth,
-                  all + piece.shared_at + first * side.packed(piece.depth),
-                  scratch_of_thread() + own_size + sum_size);
+                  all + piece.shared_at + first * side.packed(piece.depth), scratch() + own_size + sum_size);
       }
     });
     // Computes the lines of the own panels [first, last) and of the shared panels [from, to).
     const auto compute = [&](int64_t first, int64_t last, int64_t from, int64_t to, bool pack,
-                             float* scratch) {
+                             float* memory) {
       const int64_t own_line = first * own.width,
                     own_lines = std::min(last * own.width, own.lines) - own_line;
       const int64_t line = from * shared.width, lines = std::min(to * shared.width, shared.lines) - line;
@@ -343,7 +342,7 @@ void multiply(const kernels::GemmProduct& product, const Result& out, const std:
       const int64_t rows = share_a ? lines : own_lines, columns = share_a ? own_lines : lines;
       const bool wide = out.wide != nullptr;
       const int64_t stride = wide ? out.narrow.stride : sum_stride;
-      float* c = wide ? out.wide + row * stride + column : scratch + own_size;
+      float* c = wide ? out.wide + row * stride + column : memory + own_size;
       if (!wide && beta != 0) {
         tiles ? out.read_tiles(product, row, column, rows, columns, c)
               : out.read(row, column, rows, columns, c, stride);
@@ -351,8 +350,8 @@ void multiply(const kernels::GemmProduct& product, const Result& out, const std:
       const kernels::GemmNarrow rounded = out.part(row, column);
       for (const Piece& piece : round.pieces) {
         const Side& side = piece.sides->own();
-        float* packed = scratch + (group < part ? block * piece.own_at : 0);
-        if (pack) side.pack(first, last, piece.begin, piece.depth, packed, scratch + own_size + sum_size);
+        float* packed = memory + (group < part ? block * piece.own_at : 0);
+        if (pack) side.pack(first, last, piece.begin, piece.depth, packed, memory + own_size + sum_size);
         const float* shared_panels = all + piece.shared_at + from * piece.sides->shared().packed(piece.depth);
         const bool begins = &piece == &rounds[0].pieces[0], ends = !wide && &piece == last_piece;
         product.multiply(share_a ? shared_panels : packed, share_a ? packed : shared_panels, rows, columns,
@@ -367,8 +366,7 @@ void multiply(const kernels::GemmProduct& product, const Result& out, const std:
         const int64_t start = std::min(task % parts * part, shared.panels),
                       stop = std::min(start + part, shared.panels);
         for (int64_t from = start; from < stop; from += group) {
-          compute(first, last, from, std::min(from + group, stop), from == start || group == part,
-                  scratch_of_thread());
+          compute(first, last, from, std::min(from + group, stop), from == start || group == part, scratch());
         }
       }
     });

@@ -58,15 +58,15 @@ struct Roles {
   }
 };
 
-std::vector<MupGroup> grouped(const Roles& module_roles, const std::vector<MupScale>& scales) {
+std::vector<MupGroup> grouped(const Roles& model, const std::vector<MupScale>& scales) {
   std::vector<MupGroup> groups;
   for (const MupScale& scale : scales) {
     auto group = std::find_if(groups.begin(), groups.end(), [&](const MupGroup& g) {
       return g.kind == scale.kind && g.lr_multiplier == scale.lr && g.std_multiplier == scale.deviation;
     });
     if (group == groups.end()) group = groups.insert(group, {scale.kind, scale.lr, scale.deviation, {}, {}});
-    group->names.push_back(module_roles.roles[scale.role].name);
-    group->params.push_back(module_roles.tensors[scale.role]);
+    group->names.push_back(model.roles[scale.role].name);
+    group->params.push_back(model.tensors[scale.role]);
   }
   return groups;
 }
@@ -79,31 +79,29 @@ double deviation_of(const Tensor& t) {
 
 std::vector<MupGroup> mup_groups(const torch::nn::Module& module, const torch::nn::Module& base,
                                  const MupOptions& options) {
-  const Roles module_roles(module);
-  return grouped(module_roles, mup_scales(module_roles.roles, Roles(base).sizes(), options));
+  const Roles model(module);
+  return grouped(model, mup_scales(model.roles, Roles(base).sizes(), options));
 }
 
 std::vector<MupGroup> mup_groups_by_size(const torch::nn::Module& module,
                                          const std::map<int64_t, int64_t>& base_widths,
                                          const MupOptions& options) {
-  const Roles module_roles(module);
-  return grouped(module_roles,
-                 mup_scales(module_roles.roles,
-                            sizes_by_width(base_widths, module_roles.roles, "base_widths"), options));
+  const Roles model(module);
+  return grouped(model,
+                 mup_scales(model.roles, sizes_by_width(base_widths, model.roles, "base_widths"), options));
 }
 
 void mup_(torch::nn::Module& module, const torch::nn::Module& base, const MupOptions& options) {
   const at::NoGradGuard no_grad;
-  const Roles module_roles(module), base_roles(base);
+  const Roles model(module), base_model(base);
   std::map<std::string, Tensor> base_tensors;
-  for (size_t i = 0; i < base_roles.roles.size(); ++i)
-    base_tensors.emplace(base_roles.roles[i].name, base_roles.tensors[i]);
-  for (const MupScale& scale : mup_scales(module_roles.roles, base_roles.sizes(), options)) {
+  for (size_t i = 0; i < base_model.roles.size(); ++i)
+    base_tensors.emplace(base_model.roles[i].name, base_model.tensors[i]);
+  for (const MupScale& scale : mup_scales(model.roles, base_model.sizes(), options)) {
     if (scale.kind != "hidden" && scale.kind != "output") continue;
-    Tensor tensor = module_roles.tensors[scale.role];
+    Tensor tensor = model.tensors[scale.role];
     const double before = deviation_of(tensor);
-    const double target =
-        deviation_of(base_tensors.at(module_roles.roles[scale.role].name)) * scale.deviation;
+    const double target = deviation_of(base_tensors.at(model.roles[scale.role].name)) * scale.deviation;
     if (before > 0) tensor.mul_(target / before);
   }
 }

@@ -115,13 +115,12 @@ Tensor stochastic_depth(const std::function<Tensor(const Tensor&)>& fn, const Te
                     "stochastic_depth: x: expected at least one dimension with mode \"row\", received 0");
   const int64_t rows = by_row ? x.size(0) : 1;
   const double p = o.training() ? o.p() : 0;
-  const Tensor row_indices =
-      layers::stochastic_depth_rows(o.seed(), o.step(), o.layer(), p, rows, x.device());
-  if (p > 0 && row_indices.numel() == 0) return x.clone();
-  if (row_indices.numel() == rows) return x.add(layers::branch_of(fn, x), 1 / (1 - p));
-  const Tensor branch = layers::branch_of(fn, layers::selected_rows(x, row_indices));
+  const Tensor indices = layers::stochastic_depth_rows(o.seed(), o.step(), o.layer(), p, rows, x.device());
+  if (p > 0 && indices.numel() == 0) return x.clone();
+  if (indices.numel() == rows) return x.add(layers::branch_of(fn, x), 1 / (1 - p));
+  const Tensor branch = layers::branch_of(fn, layers::selected_rows(x, indices));
   // index_add, out of place, would not keep the memory format.
-  return x.clone().index_add_(0, row_indices, branch, 1 / (1 - p));
+  return x.clone().index_add_(0, indices, branch, 1 / (1 - p));
 }
 
 double stochastic_depth_rate(int64_t layer, int64_t layers, double p) {

@@ -199,23 +199,21 @@ class Scores {
     if constexpr (turned) {  // a lane draws the bits of one query and eight keys, for two of the 8 x 8 tiles
 #pragma unroll
       for (int j = 0; j < kTiles; j += 2) {
-        const uint32_t lane_bits =
-            draw(seed, first_column + (j + l / 16) * 8 + l % 8, first_row / 8 + l / 8 % 2);
+        const uint32_t drawn = draw(seed, first_column + (j + l / 16) * 8 + l % 8, first_row / 8 + l / 8 % 2);
 #pragma unroll
         for (int e = 0; e < 4 * min(2, kTiles - j); ++e) {
           const int from = e / 4 * 16 + e / 2 % 2 * 8 + 2 * t + e % 2;
-          all |= (__shfl_sync(kAllLanes, lane_bits, from) >> g & 1) << (4 * j + e);
+          all |= (__shfl_sync(kAllLanes, drawn, from) >> g & 1) << (4 * j + e);
         }
       }
     } else {  // a lane draws the bits of its two queries and eight keys, for one of four 8 x 8 tiles
 #pragma unroll
       for (int j = 0; j < kTiles; j += 4) {
         const int group = first_column / 8 + j + t;
-        const uint32_t lane_bits = draw(seed, first_row + g, group) | draw(seed, first_row + g + 8, group)
-                                                                          << 8;
+        const uint32_t drawn = draw(seed, first_row + g, group) | draw(seed, first_row + g + 8, group) << 8;
 #pragma unroll
         for (int e = 0; e < min(4, kTiles - j); ++e) {
-          const uint32_t bits = __shfl_sync(kAllLanes, lane_bits, g * 4 + e) >> (2 * t);
+          const uint32_t bits = __shfl_sync(kAllLanes, drawn, g * 4 + e) >> (2 * t);
           all |= ((bits & 3) | (bits >> 8 & 3) << 2) << (4 * (j + e));
         }
       }

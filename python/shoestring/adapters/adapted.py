@@ -113,11 +113,9 @@ class AdaptedLayer(nn.Module):
     def detach(self) -> dict[str, Any]:
         """Remove all adapters and restore the layer's former class; return what :func:`reattach` needs."""
         modules = {a: self._modules.pop(a) for a in (*self.PARAMETERS, *self.MODULES) if a in self._modules}
-        attributes = {
-            a: self.__dict__.pop(a) for a in ("adapters", "active", "enabled", "rows", "base_class")
-        }
-        detached = {"modules": modules, "held": attributes, "class": type(self)}
-        self.__class__ = attributes["base_class"]
+        state = {a: self.__dict__.pop(a) for a in ("adapters", "active", "enabled", "rows", "base_class")}
+        detached = {"modules": modules, "held": state, "class": type(self)}
+        self.__class__ = state["base_class"]
         return detached
 
     def uses(self, name: str, x: Tensor) -> Tensor:

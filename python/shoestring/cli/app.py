@@ -247,10 +247,8 @@ def reason(error: Exception) -> str | None:
     disk = disk_error(error)
     if disk is not None:
         # The text of another error may name the file.
-        cause = (
-            disk.strerror if isinstance(error, OSError) or disk.filename else str(error).partition("\n")[0]
-        )
-        return f"{disk.filename or 'writing'}: {cause}; what was complete before is kept"
+        why = disk.strerror if isinstance(error, OSError) or disk.filename else str(error).partition("\n")[0]
+        return f"{disk.filename or 'writing'}: {why}; what was complete before is kept"
     if any(kind.__name__ == "DistError" for kind in type(error).__mro__):  # a collective of torch.distributed
         return f"{str(error).splitlines()[0]}; start the processes again with --resume"
     if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:

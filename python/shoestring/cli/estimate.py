@@ -203,7 +203,7 @@ def ranks_report(choice: Choice) -> dict[str, Any]:
     names = ("strategy", "bytes", "sent", "seconds", "link_seconds")
     return {
         "chosen": choice.chosen.strategy,
-        "compared": [{name: getattr(candidate, name) for name in names} for candidate in choice.compared],
+        "compared": [{name: getattr(plan, name) for name in names} for plan in choice.compared],
         "reasons": choice.reasons,
     }
 
@@ -214,11 +214,9 @@ def show_ranks(choice: Choice, config: EstimateConfig) -> None:
     print(f"{chosen.strategy} over {config.world} processes; memory and traffic of one of them:")
     show(chosen.estimate, config)
     rows = [["", "bytes", "sent in a step", "s on the link", "s a step"]]
-    for candidate in choice.compared:
-        times = [
-            "?" if time is None else f"{time:.4g}" for time in (candidate.link_seconds, candidate.seconds)
-        ]
-        rows.append([candidate.strategy, gigabytes(candidate.bytes), gigabytes(candidate.sent), *times])
+    for plan in choice.compared:
+        times = ["?" if time is None else f"{time:.4g}" for time in (plan.link_seconds, plan.seconds)]
+        rows.append([plan.strategy, gigabytes(plan.bytes), gigabytes(plan.sent), *times])
     print_table(rows, texts=(0,))
     for reason in choice.reasons:
         print(reason)

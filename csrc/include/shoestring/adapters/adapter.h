@@ -162,7 +162,7 @@ class SHOESTRING_API AdaptableLayer {
   /// vera_A and vera_B.
   void add_adapter(const AnyAdapterOptions& options = LoraOptions(),
                    const std::string& adapter_name = "default",
-                   AdapterImpl::Tensors tensors = AdapterImpl::Tensors());
+                   AdapterImpl::Tensors given = AdapterImpl::Tensors());
   /// Adds an adapter like add_adapter, but with given values. If the layer has an adapter of that name with
   /// the same shapes, the values are copied into the tensors of that adapter. An adapter of that name with
   /// other shapes is replaced.

@@ -142,10 +142,8 @@ def _whole(name: str) -> property:
 def _deferred(module: Any, hidden: Tensor) -> Logits:
     """Return a placeholder for ``module(hidden)``, whose loss runs the module for tokens with labels only."""
     # While the model's forward runs, the output layer inside the module returns a placeholder itself.
-    placeholder: Logits = module(hidden[:0])
-    return replace(
-        placeholder, hidden=hidden, make=lambda: module(hidden), before=lambda rows: module(rows).hidden
-    )
+    stub: Logits = module(hidden[:0])
+    return replace(stub, hidden=hidden, make=lambda: module(hidden), before=lambda rows: module(rows).hidden)
 
 
 def computes_each_token(module: Any, run: Callable[[], object]) -> bool:

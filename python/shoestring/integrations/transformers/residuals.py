@@ -204,13 +204,11 @@ class _Trial:
             return
         original, layout = kind.forward, _layout(layer)
         assert layout is not None
-        expected, fused = (
-            _output(layer, forward, call) for forward in (original, _forward(original, layout))
-        )
-        if expected is None or fused is None or expected.shape != fused.shape:
+        plain, fused = (_output(layer, forward, call) for forward in (original, _forward(original, layout)))
+        if plain is None or fused is None or plain.shape != fused.shape:
             return
-        tolerance = 1e-4 if expected.dtype == torch.float32 else 2e-2
-        self.same = bool((fused - expected).norm() <= tolerance * expected.norm())
+        tolerance = 1e-4 if plain.dtype == torch.float32 else 2e-2
+        self.same = bool((fused - plain).norm() <= tolerance * plain.norm())
         self.rounds = self.same and all(
             _rounds(layer, call, dtype) for dtype in (torch.bfloat16, torch.float16)
         )

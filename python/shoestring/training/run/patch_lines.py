@@ -14,11 +14,7 @@ from shoestring.integrations.transformers.names import uses
 if TYPE_CHECKING:
     from shoestring.integrations.transformers.patch import PatchReport
 
-SMALL = (
-    "norm",
-    "Norm",
-    "dropout",
-)  # words in descriptions of changes that leave the module around them as it is
+SMALL = ("norm", "Norm", "dropout")  # words in descriptions of changes inside a module
 
 
 def patch_lines(model: nn.Module, report: PatchReport) -> tuple[str, str]:

@@ -97,12 +97,10 @@ def memory_parts(trainer: Trainer, baseline: int, peak: int) -> list[Part]:
     else:
         # By default, AdamW keeps two 8-bit codes per element, and two fp32 scales per block of 256.
         expected_optimizer = sum(sum(formulas.optimizer_state(each).bytes().values()) for each in optimizers)
-        bytes_each = f"{expected_optimizer / max(1, count):.3g}"
+        size = f"{expected_optimizer / max(1, count):.3g}"
         if config.optimizer == "adamw" and config.weights != "bf16-remainder":
-            bytes_each = {"fp32": "8", "bf16": "4", "8bit": "(2 + 8/256)"}.get(
-                config.optimizer_state, bytes_each
-            )
-        optimizer_formula = f"{bytes_each} B x trained, tensors in blocks of 256"
+            size = {"fp32": "8", "bf16": "4", "8bit": "(2 + 8/256)"}.get(config.optimizer_state, size)
+        optimizer_formula = f"{size} B x trained, tensors in blocks of 256"
     measured = sum(memory.optimizer_bytes(each) for each in optimizers)
     on_host = config.place is not None and trainer.run.device.type != "cpu"
     if on_host:

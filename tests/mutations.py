@@ -196,8 +196,8 @@ def prepare(tier: str) -> None:
     if not TREE.exists():
         FOLDER.mkdir(exist_ok=True)
         call("git", "clone", "-q", ROOT, TREE)
-        # With a copy within the clone, whose files are links, the paths of headers are those of every other clone, so
-        # that ccache finds the object files.
+        # ccache compares paths within the clone. So the clone gets its own .venv, made of hard links, and ccache finds
+        # the object files of other clones.
         shutil.copytree(ROOT / ".venv", TREE / ".venv", symlinks=True, copy_function=os.link)
     call("git", "-C", TREE, "fetch", "-q", ROOT, "HEAD")
     call("git", "-C", TREE, "reset", "-q", "--hard", "FETCH_HEAD")

@@ -38,7 +38,7 @@ if [ "${2:-}" != --tier=second ]; then
     "$work/a/processes"
 fi
 [ "${2:-}" != --tier=first ] || exit $failures
-# Where the library was built with CUDA kernels, the toolkit is there, and so must be the program that uses it.
+# A library with CUDA kernels was built with the toolkit, so the program that uses CUDA must have been built as well.
 if grep -q '"cuda": "' "$prefix/lib/build.json"; then
   check "host code of NCCL and CUDA compiles, links and runs as far as the machine allows" env -i "$work/a/nccl"
 fi

@@ -25,7 +25,7 @@ FINETUNE = [
     ("--full", "--offload", "nvme", "--activations", "recompute"),
 ]
 
-READER = "prefetcher.py"  # in the stack of the thread that fills host memory whose copy must be over
+READER = "prefetcher.py"  # a file in the stack of the thread that fills host memory after its copy
 
 
 @pytest.fixture(autouse=True)

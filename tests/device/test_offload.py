@@ -1,4 +1,4 @@
-"""What leaves the device and comes back: activations, batches, and what a checkpoint computes again."""
+"""Tests of tensors that leave the device and come back: activations, batches, and recomputed results."""
 
 import copy
 from collections.abc import Callable

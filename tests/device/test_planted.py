@@ -103,7 +103,7 @@ def test_host_synchronisation_orders_streams() -> None:
 
 @pytest.mark.usefixtures("planted")
 def test_wait_of_another_host_thread() -> None:
-    """What another thread has waited for counts only if something orders the two threads."""
+    """A wait of another thread counts only if something orders the two threads."""
     torch.ops.simdev_planted.after_wait_of_thread(sevens(), True)
     assert not findings()
     torch.ops.simdev_planted.after_wait_of_thread(sevens(), False)

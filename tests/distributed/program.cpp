@@ -168,7 +168,7 @@ void data_parallel_threads(char**) {
   }
 }
 
-// Both use autograd's engine: checkpoint replaces it, and the Reducer queues a callback of it.
+// checkpoint replaces autograd's engine, and the Reducer of DataParallel queues a callback in it.
 void checkpointed(char**) {
   shoestring::install_autograd_engine();
   const GroupPtr group = connect();

@@ -40,7 +40,7 @@ def lora(**options: Any) -> Any:
     )
 
 
-# By a name: the function from an architecture to a configuration of PEFT.
+# For each name, the function from an architecture to a configuration of PEFT.
 CONFIGS: dict[str, Any] = {
     "names": lora(),
     "all-linear": lora(target_modules="all-linear"),

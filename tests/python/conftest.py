@@ -32,7 +32,7 @@ GPUS = {
     "sm_100": 100,
     "sm_120": 120,
 }
-# Of each set of kernels that host code selects, the GPU with the least shared memory. sm_75 has no attention.
+# For each set of kernels that host code selects, the GPU with the least shared memory. sm_75 has no attention.
 EACH_GPU = ("sm_86", "sm_90a")
 
 

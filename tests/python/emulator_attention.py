@@ -49,7 +49,7 @@ def attention(device: str) -> dict[str, tuple[Tensor, float]]:
                 (out.float() * uniform(*out.shape, seed=7)).sum() + lse.sum(), leaves
             )
             # The exponentials and the order of sums differ between the emulator and the GPU in the last bits.
-            # So a probability may be rounded to the neighbouring value.
+            # A probability may then be rounded to the neighbouring value.
             for part, t in zip(
                 ("out", "lse", "q", "k", "v"), (out.detach(), lse.detach(), *gradients), strict=True
             ):

@@ -15,10 +15,10 @@ def targets(tokens: int, classes: int) -> Draw:
     """
 
     def values(shape: tuple[int, ...], g: torch.Generator) -> Tensor:
-        found = torch.randint(classes, shape, generator=g, device="cpu")
-        found[torch.rand(shape, generator=g, device="cpu") < 0.2] = -100
-        found[0, :2] = classes - 1
-        return found
+        drawn = torch.randint(classes, shape, generator=g, device="cpu")
+        drawn[torch.rand(shape, generator=g, device="cpu") < 0.2] = -100
+        drawn[0, :2] = classes - 1
+        return drawn
 
     return Draw((2, tokens), values)
 
@@ -32,19 +32,19 @@ def class_weights(tokens: int, classes: int) -> Draw:
     """Draw a weight for each class: 0 for some classes, but not for the last one."""
 
     def values(shape: tuple[int, ...], g: torch.Generator) -> Tensor:
-        found = eighths(shape, g, 8)
-        found[:: max(2, classes // 5)] = 0
-        found[-1] = 3
-        return found
+        drawn = eighths(shape, g, 8)
+        drawn[:: max(2, classes // 5)] = 0
+        drawn[-1] = 3
+        return drawn
 
     return Draw((classes,), values, torch.float32, gradient=False)
 
 
 def token_weights(tokens: int, classes: int) -> Draw:
     def values(shape: tuple[int, ...], g: torch.Generator) -> Tensor:
-        found = eighths(shape, g, 16)
-        found[-1, -1] = 0
-        return found
+        drawn = eighths(shape, g, 16)
+        drawn[-1, -1] = 0
+        return drawn
 
     return Draw((2, tokens), values, torch.float32, gradient=False)
 
@@ -53,9 +53,9 @@ def parts(tokens: int, classes: int) -> Draw:
     """Draw the part of the first target for each token. It is 0 and 1 for some tokens."""
 
     def values(shape: tuple[int, ...], g: torch.Generator) -> Tensor:
-        found = eighths(shape, g, 7)
-        found[1, 0], found[1, -1] = 0, 1
-        return found
+        drawn = eighths(shape, g, 7)
+        drawn[1, 0], drawn[1, -1] = 0, 1
+        return drawn
 
     return Draw((2, tokens), values, torch.float32, gradient=False)
 

@@ -136,7 +136,7 @@ class OperatorTests:
             assert equal(ours, expected)
 
     def test_autocast(self, seed: int) -> None:
-        """Autocast changes no bit but by its casts. A gradient may be exacter than that of a cast argument."""
+        """Under autocast, the operator casts its arguments to bf16, or changes no bit. Gradients may be more exact."""
         case, change = self.operator.case(9, 77), self.operator.autocast or dict
         given = case.given(seed)
         expected = case.results(lambda **given: self.operator.call(**change(given)), given, seed)

@@ -182,7 +182,7 @@ const char* encode_tensor_map(TensorMap* map, const void* address, int rank, int
     if (i > 0 && (strides[i - 1] <= 0 || strides[i - 1] % 16 != 0 || strides[i - 1] >= int64_t{1} << 40)) {
       return "a tensor map's strides are multiples of 16, above 0 and below 2^40";
     }
-    // Of other dimensions this is documented as well, but transposed tensors are known to work.
+    // The documentation requires this of all dimensions, but transposed tensors are known to work.
     if (i > 0 && sizes[i] == 1 && strides[i - 1] < inside)
       return "the stride of a tensor map's dimension of size 1 steps over the dimensions inside of it";
     if (i > 0) inside = std::max(inside, strides[i - 1] * sizes[i]);

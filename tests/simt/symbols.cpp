@@ -49,7 +49,7 @@ struct Symbol {
 
 struct Table {
   std::vector<std::string> files{""};
-  std::map<uintptr_t, Symbol> functions;  // by address
+  std::map<uintptr_t, Symbol> functions;  // functions by address
   std::vector<Symbol> shared;
 };
 

@@ -20,7 +20,7 @@ std::vector<uint32_t> words(const Random4& r) { return {r.value, r.value + 4}; }
 
 }  // namespace
 
-TEST_CASE("Philox 4x32 gives the published answers") {  // from kat_vectors, the known answers of Random123
+TEST_CASE("Philox 4x32 gives the published answers") {  // kat_vectors of Random123 has these answers
   const Random4 ones{{0xffffffff, 0xffffffff, 0xffffffff, 0xffffffff}},
       pi{{0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344}};
   CHECK(words(philox({{0, 0, 0, 0}}, 0, 0, 10)) ==

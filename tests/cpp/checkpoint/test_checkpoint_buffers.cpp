@@ -103,7 +103,8 @@ TEST_CASE("checkpoint: buffers that change in other ways", "[checkpoint]") {
     INFO("buffer " << i);
     CHECK(at::equal(received[i], expected[i]));
   }
-  CHECK(running._version() == version + 1);  // the second run changed it, but putting it back did not
+  CHECK(running._version() ==
+        version + 1);  // the second run counts as a change, and putting it back does not
   run(x);
   CHECK(running.sum().item<float>() == 4);
   CHECK(grown.size(0) == 204);

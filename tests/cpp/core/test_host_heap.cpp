@@ -226,7 +226,7 @@ TEST_CASE("a child of fork uses its own copy of a heap", "[host_heap]") {
   void* kept = heap.allocate(3 * kMiB);
   fill_block(kept, 3 * kMiB, 5);
   for (int i = 0; i < 20; ++i) {
-    heap.lock();  // what the fork handlers of the process's allocator do
+    heap.lock();  // the fork handlers of the process's allocator do so
     const int status = in_child([&] {
       heap.unlock();
       if (!block_is_filled(kept, 3 * kMiB, 5)) return 1;

@@ -243,6 +243,6 @@ TEST_CASE("An update on a thread of the CPU does not wait for the device", "[ave
   parameters["a"].detach().copy_(queue_device::compute(value, 1.0), /*non_blocking=*/true);
   averages.update();
   CHECK(std::chrono::steady_clock::now() - start < std::chrono::milliseconds(700));
-  parameters["a"].detach().fill_(4);  // in the stream, after the copy of the update
+  parameters["a"].detach().fill_(4);  // runs in the stream after the copy of the update
   CHECK(at::equal(averages.state()["average.a"], at::full({5}, 3.0)));
 }

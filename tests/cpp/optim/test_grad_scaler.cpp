@@ -310,7 +310,7 @@ TEST_CASE("GradScaler refuses calls in the wrong order", "[grad_scaler]") {
     }
     CHECK_THROWS_WITH(scaler.update(), Contains("expected a step with gradients"));
     scaler.update(1024.0);
-    scaler.unscale_(*opt);  // without gradients
+    scaler.unscale_(*opt);  // there are no gradients
     CHECK_THROWS_WITH(scaler.update(), Contains("expected a step with gradients"));
     if (ours) scaler.step(*opt);
     CHECK(equal(params, before));

@@ -34,8 +34,8 @@ Mapping map_twice(size_t size, int tensor_access, void* at) {
   return mapping;
 }
 
-// Where tensors have their memory. Linux maps nothing else there by itself. Addresses in the arguments of a
-// kernel are found by their value, so no other argument may look like one. A word of an fp32 number, two
+// The address of the memory of tensors. Linux maps nothing else there by itself. Addresses in the arguments
+// of a kernel are found by their value, so no other argument may look like one. A word of an fp32 number, two
 // flags and two unused bytes looks like an address of the range from which Linux takes others.
 void* const kDeviceAddress = reinterpret_cast<void*>(uintptr_t{0x2a5a} << 32);
 

@@ -48,7 +48,8 @@ void check_access(std::vector<Access>& seen, const Range& range, const Position&
                          "  The earlier one was called at\n", text_of(other.stack)));
     other.number = 0;  // one finding is enough
   }
-  // What is ordered before this access needs no record any more, if later accesses conflict with this one.
+  // Drop earlier accesses that are ordered before this one: whatever conflicts with them conflicts with this
+  // one.
   std::erase_if(seen, [&](const Access& other) {
     const bool inside = other.range.begin >= range.begin && other.range.end <= range.end;
     const bool ordered = clock[other.stream] >= other.number;

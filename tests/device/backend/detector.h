@@ -26,7 +26,7 @@ struct Range {
 struct Access {
   Range range;
   int stream = 0;
-  uint64_t number = 0;  // of the operation in its stream
+  uint64_t number = 0;  // number of the operation in its stream
   const char* name = "";
   StackPtr stack;
 };

@@ -25,7 +25,7 @@ constexpr size_t kGap = 512;
 
 struct Block {
   char* begin = nullptr;
-  size_t size = 0;      // what was asked for
+  size_t size = 0;      // bytes that were asked for
   size_t capacity = 0;  // the size rounded up, by which freed blocks are found
   int stream = 0;       // the stream that was current at the allocation
   bool is_free = false;
@@ -41,8 +41,9 @@ struct Device {
 
 // All guarded by records(). They outlive tensors that live until the process ends.
 auto& blocks = *new std::map<char*, Block>;
-auto& free_blocks = *new std::map<std::pair<int, size_t>, std::vector<char*>>;  // by stream and capacity
-auto& waiting = *new std::vector<char*>;                                        // freed, but still recorded
+auto& free_blocks =
+    *new std::map<std::pair<int, size_t>, std::vector<char*>>;  // free blocks by stream and capacity
+auto& waiting = *new std::vector<char*>;                        // freed, but still recorded
 auto& devices = *new std::array<Device, kDevices>;
 
 // Adds bytes to the counts of a device, and reports them as PyTorch's allocators do.

@@ -28,7 +28,7 @@ std::atomic<bool> separate{false};
 
 struct Shared {
   std::mutex mutex;
-  std::unordered_map<const void*, Known> at;  // by the address of a mutex, or by the handle of a thread
+  std::unordered_map<const void*, Known> at;  // the key is the address of a mutex or the handle of a thread
 };
 constexpr size_t kShards = 64;
 // The shards are never destroyed, since threads unlock mutexes until the process ends.

@@ -65,7 +65,7 @@ std::string python_stack() {
   if (state == nullptr) return "";
   int ends[2];
   if (pipe2(ends, O_CLOEXEC | O_NONBLOCK) != 0) return "";
-  dump(ends[1], state);  // what does not fit into the pipe is lost
+  dump(ends[1], state);  // text that does not fit into the pipe is lost
   close(ends[1]);
   std::string text(1 << 16, '\0');
   const ssize_t size = read(ends[0], text.data(), text.size());
@@ -87,7 +87,7 @@ StackPtr prepared_stack() { return is_thread_ending ? nullptr : prepared.stack; 
 std::string text_of(const StackPtr& stack) {
   if (stack == nullptr) return "    (no stack)\n";
   std::string text;
-  for (int i = 2; i < stack->count; ++i) {  // without this file and enqueue()
+  for (int i = 2; i < stack->count; ++i) {  // leaves out this function and enqueue()
     const std::string line = text_of_frame(stack->frames[i]);
     if (line.rfind("libpython", 0) == 0 || line.rfind("python", 0) == 0) break;
     text += "    " + line + "\n";

@@ -59,7 +59,7 @@ int next_pool_stream(int device);
 struct Operation {
   const char* name = "";  // lives as long as the process
   std::function<void()> run;
-  std::vector<Range> accesses;  // by the addresses that tensors hold
+  std::vector<Range> accesses;  // ranges of the addresses that tensors hold
   bool is_kernel = true;        // is left out once a kernel has failed
 };
 
@@ -82,7 +82,7 @@ void wait_silently(Position position);
 /// `reason` is for the list of synchronisations.
 void synchronize(Position position, const Clock& clock, const char* reason);
 void synchronize_stream(int stream, const char* reason);
-/// Does what synchronize() does after its wait, for a position that is over.
+/// Notes that the host knows that everything in `clock` is over, as after a wait.
 void host_knows(const Clock& clock);
 
 /// Raises the error of a kernel that has failed, at every call until clear_error().

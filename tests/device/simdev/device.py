@@ -205,7 +205,7 @@ class Mode:
 
 @dataclass(frozen=True)
 class Counts:
-    """What has happened since the process began.
+    """Counts of events since the process began.
 
     Attributes:
         operations: operations of all streams, waits and allocations included.

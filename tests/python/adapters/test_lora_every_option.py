@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # PEFT says which options it 
 
 CONFIG = "adapter_config.json"
 NAMES = ["q_proj", "down_proj"]
-# By an option of LoraOptions: arguments of lora.apply with other values than the defaults.
+# For each option of LoraOptions, arguments of lora.apply with other values than the defaults.
 LORA: dict[str, list[dict[str, Any]]] = {
     "target_modules": [
         {"target_modules": ["self_attn.v_proj", "layers.1.mlp.up_proj", "lm_head"]},
@@ -74,7 +74,7 @@ OTHERS: list[Any] = [
     lora.PromptOptions(tokens=5, init="vocabulary"),
 ]  # fmt: skip
 MODULES = {"target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save"}
-# By a class of options: those without a case. PEFT has no such option of IA3, and virtual tokens select no modules.
+# The options of each class that no case sets. PEFT's IA3 lacks these options, and virtual tokens select no modules.
 EXCEPT: dict[Any, set[str]] = {
     lora.LoraOptions: {"target_parameters"},  # test_lora_moe.py and test_lora_layers.py
     lora.IA3Options: {"layers_to_transform", "layers_pattern", "bias", "feedforward"},
@@ -169,8 +169,8 @@ def test_names_of_adapters(name: str, tmp_path: Path) -> None:
     same(logits(again), expected[name])
 
 
-# By a field of PEFT's LoraConfig: values with which PEFT saves an adapter, and whether load_adapter reads it onto a tied
-# model. If it does not, its error names the field.
+# For each field of PEFT's LoraConfig, values with which PEFT saves an adapter, and whether load_adapter reads it onto a
+# tied model. If it does not, its error names the field.
 FIELDS: dict[str, list[tuple[dict[str, Any], bool]]] = {
     "r": [({"r": 1}, True)],
     "lora_alpha": [({"lora_alpha": 3.5}, True)],

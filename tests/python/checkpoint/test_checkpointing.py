@@ -139,7 +139,7 @@ OPS = torch.ops.shoestring
 X, W, IDS = torch.randn(6, 8), torch.randn(8), torch.arange(6) % 5
 LORA = (torch.randn(8, 8), None, None, None, torch.randn(2, 8), torch.randn(8, 2))
 TEACHER = (torch.randn(6, 8), torch.randn(5, 8))
-# By an operator: a call of it, and the operator that runs in its place under autograd.
+# For each operator, a call of it, and the operator that runs in its place under autograd.
 CALLS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "add_layer_norm": (lambda x: OPS.add_layer_norm(x, X, W, eps=1e-5)[0], "_layer_norm_forward"),
     "add_rms_norm": (lambda x: OPS.add_rms_norm(x, X, W, eps=1e-5)[0], "_rms_norm_forward"),

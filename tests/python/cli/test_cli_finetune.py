@@ -389,7 +389,7 @@ def test_a_digest_of_large_weights_is_of_their_begin_and_of_a_sample(
 def test_filled_batches(
     model: Path, data: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Filled batches hold more tokens than batches of as many examples; a run resumes in the middle of a pass."""
+    """With --pack fill, batches hold more tokens than with --pack batch. A run resumes in the middle of an epoch."""
     for pack in ("batch", "fill"):
         succeed(*command(model, data["completion"], tmp_path / pack, "--pack", pack))
     counts = {

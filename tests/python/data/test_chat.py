@@ -40,7 +40,7 @@ R1 = (
     "{% if m.role == 'assistant' %}{{ '<A>' + m.content.split('</think>')[-1] + eos_token }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<A><think>\\n' }}{% endif %}"
 )
-# As Nemotron, which writes no thinking in another way than it asks for thinking.
+# Like Nemotron's template, it marks an answer without thinking in another way than it asks for thinking.
 EMPTY_THINKING = CHATML.replace(
     "{% if m.content %}", "{% if m.role == 'assistant' %}{{ '<think></think>' }}{% endif %}{% if m.content %}"
 ).replace("'<|assistant|>'", "'<|assistant|><think>\\n'")
@@ -177,7 +177,7 @@ def test_a_message_of_weight_0_is_not_trained_on(tmp_path: Path, tokenizer: Any,
 MARKED_CONTENT = MARKED.replace(
     "m.content + '<end>' }}{% endgeneration %}{{ '", "m.content }}{% endgeneration %}{{ '<end>"
 )
-# As GLM-4, whose answers end where the next message begins.
+# Like the template of GLM-4, in which the next message ends an answer.
 ENDED_BY_NEXT = (
     "{% for m in messages %}{% if m.role == 'assistant' %}{{ '<|assistant|>' + (m.content or '') }}"
     "{% for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}"
@@ -262,7 +262,7 @@ def test_tools_and_their_calls_reach_the_template(tmp_path: Path, tokenizer: Any
     assert trained == ['<call>{"name": "add", "arguments": {"a": 1}}<end>\n', "It is 2.<end>\n"]
 
 
-# As templates of DeepSeek-V3, which join the arguments as text.
+# Joins the arguments of calls as text, like the templates of DeepSeek-V3.
 TEXT_ARGUMENTS = CHATML.replace("(call.function | tojson)", "call.function.arguments")
 
 

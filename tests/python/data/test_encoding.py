@@ -82,7 +82,7 @@ def test_a_completion_is_marked_in_the_whole_text(kind: str, seed: int) -> None:
         trained = examples.trained.tolist()
         first = trained.index(True)
         assert trained == [False] * first + [True] * (len(whole) - first)
-        # The tokens before the first trained one cover characters of the prompt alone, and no token more does.
+        # The tokens before the first trained token are exactly those that cover characters of the prompt alone.
         alone = [*Encoder(tokenizer).begin, *Encoder(tokenizer).ids([prompt])[0]]
         covered = decoded(tokenizer, whole[:first])
         assert covered in decoded(tokenizer, alone) or "�" in covered, (prompt, completion)

@@ -70,8 +70,8 @@ def _adds_up(rank: int, bits: int, dtype: torch.dtype) -> None:
         both = given[i] - left
         dist.all_reduce(both)
         dist.all_reduce(means)
-        # The mean of what all ranks have sent, without what the owners have left out of the means. Sums and means
-        # round to fp32 in each step, to 2^-24 of magnitudes below 1; the results to the dtype of the gradients.
+        # All ranks receive the mean of the compressed gradients, minus the error of the compressed means. In each step,
+        # sums and means below 1 round to fp32 with an error of 2^-24. Results round to the dtype of the gradients.
         rounding = steps * (ranks + 3) * 2.0**-24 + steps * 0.5 * torch.finfo(dtype).eps * (
             dtype != torch.float32
         )

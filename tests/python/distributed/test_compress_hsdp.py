@@ -24,7 +24,7 @@ BLOCKS = {8: 256, 4: 128, 1: 256}
 
 
 class Net(nn.Module):
-    """Three units of ``fully_shard``, of which two ranks have uneven rows. Forward may leave out a block, or a bias."""
+    """A model of three units of ``fully_shard``, whose rows two ranks cannot share evenly. Forward may leave out blocks."""
 
     def __init__(self) -> None:
         super().__init__()

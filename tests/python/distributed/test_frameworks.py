@@ -98,8 +98,8 @@ def _trains_alone(folder: Path, accumulate: int, resume: str | None, options: di
 
 def _trains(folder: Path, is_split: bool, accumulate: int, options: dict[str, Any]) -> None:
     expected = torch.load(folder / "alone.pt")
-    # Two gradients have one sum. Of four, the order changes the last bits, by at most 1e-7 since no gradient
-    # exceeds 0.5. With eps=1e-4, a step of Adam then differs by at most LR * 1e-7 / 1e-4.
+    # The sum of two gradients has the same bits in any order. With four, the order changes the last bits, by at most
+    # 1e-7 since no gradient exceeds 0.5. With eps=1e-4, a step of Adam then differs by at most LR * 1e-7 / 1e-4.
     atol = 4 * LR * 1e-3 if accumulate > 1 else 0.0
     for resume in (None, folder / "together" / "checkpoint-2"):
         net, optimizer = trained(

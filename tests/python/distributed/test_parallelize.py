@@ -526,7 +526,7 @@ def _auto(rank: int, rooms: dict[str, float]) -> None:
 
 
 def test_auto_takes_the_first_strategy_that_fits(tmp_path: Path) -> None:
-    """Of weights 4, gradients 4 and state 2.03 bytes an element, two ranks have 10.03, 9.02, 7.02 and 5.02."""
+    """With 4 bytes of weights, 4 of gradients and 2.03 of state per element, two ranks have 10.03, 9.02, 7.02 and 5.02."""
     run(2, tmp_path, _auto, {"ddp": 1.01, "zero1": 0.95, "zero2": 0.75, "zero3": 0.55})
 
 

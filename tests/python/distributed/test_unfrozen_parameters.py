@@ -76,7 +76,7 @@ def _is_one_process(rank: int) -> None:
 
 
 def _is_refused(rank: int) -> None:
-    """Refuse gradients that no rank would average, before the first step with them."""
+    """Parameters whose gradients no rank would average are refused in the first forward that trains them."""
     for strategy in ("ddp", "zero1"):
         for find_unused in (False, True):
             net = _net()

@@ -213,7 +213,7 @@ def test_each_product_by_the_faster_library(monkeypatch: pytest.MonkeyPatch) -> 
 def test_choice_by_default(
     ours: tuple[torch.dtype, ...], seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without an argument, the rule of the C++ library chooses, here a simulated one."""
+    """Without ``linear``, the C++ library chooses which layers compute in this package. The test simulates its choice."""
     monkeypatch.setattr(products, "_choice", lambda key: (key[0] in ours, seconds))
     report = alone(build_decoder(), linear=None)
     assert ("linear layers q_proj" in str(report)) == bool(ours)

@@ -51,7 +51,7 @@ def trained(form: dict[str, Any], dtype: torch.dtype = torch.float32) -> Any:
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_the_converted_model_is_the_trained_one(form: dict[str, Any], tmp_path: Path) -> None:
-    """Weights equal bit for bit, before and after files; logits within the rounding of products."""
+    """The converted model, also from a file, has the trained weights bit for bit, and equal logits up to rounding."""
     model = trained(form)
     names, keys = fake_layers(model), list(model.state_dict())
     assert len(names) == 14 and keys == list(build_decoder().state_dict())

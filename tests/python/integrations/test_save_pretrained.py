@@ -108,7 +108,7 @@ def test_other_changes_of_the_model(how: str, tmp_path: Path, monkeypatch: pytes
     if how == "away":
         shoestring.offload_weights(whole, f"nvme:{tmp_path}")
     if how in ("copied", "pickled"):
-        # As in a process that has not changed a model yet.
+        # Restore what a process has that has not changed a model yet.
         original = transformers.PreTrainedModel.save_pretrained.__wrapped__
         monkeypatch.setattr(transformers.PreTrainedModel, "save_pretrained", original)
         whole = copy.deepcopy(whole) if how == "copied" else pickle.loads(pickle.dumps(whole))
@@ -249,7 +249,7 @@ def test_a_trainer_resumes_with_the_same_bits(kind: str, tmp_path: Path) -> None
     if kind == "lora":
         base = sum(t.nbytes for t in llama().state_dict().values())
         assert (checkpoint / "model.safetensors").stat().st_size < base / 4  # no frozen weights
-    torch.manual_seed(99)  # what the resumed run starts from does not matter
+    torch.manual_seed(99)  # the resumed run replaces these weights
     resumed = lora.apply(llama(), **options)
     trained(resumed, tmp_path / "resumed", checkpoint)
     for (name, p), q in zip(whole.named_parameters(), resumed.parameters(), strict=True):

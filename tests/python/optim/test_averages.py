@@ -193,7 +193,7 @@ def test_lawa_is_the_mean_of_the_last_snapshots(format: Any) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["ema", "lawa"])
 def test_swap_restores_the_training_weights_bitwise(kind: Any, dtype: torch.dtype) -> None:
-    """Also NaN, infinities and signed zeros come back, and also after an exception."""
+    """All weights come back, even NaN, infinities and signed zeros, and even after an exception."""
     torch.manual_seed(0)
     model = Model(dtype)
     averages = Averages(model, kind, decay=0.5)
@@ -298,7 +298,7 @@ def test_frozen_parameters_have_no_average() -> None:
         averages.update()
     assert averages.updates == 1
     model[0].weight.requires_grad_(False)
-    model[1].requires_grad_(False)  # frozen later: the average continues
+    model[1].requires_grad_(False)  # the average goes on after a parameter is frozen
     averages.update()
     assert averages.updates == 2
 

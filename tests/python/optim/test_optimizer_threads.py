@@ -43,7 +43,7 @@ def test_threads_step_one_optimizer(offload: str | None) -> None:
 @pytest.mark.fresh
 @pytest.mark.parametrize("offload", [None, "cpu", "stream"])
 def test_gradients_are_replaced_during_a_step(offload: str | None) -> None:
-    """A step reads an old or a new gradient. Without the references that it holds, most of these processes end."""
+    """A step reads an old or a new gradient. It holds references to both: without them, most of these runs crash."""
     torch.set_num_threads(1)
     params = weights()
     optimizer = AdamW(params, lr=1e-3, offload=offload)

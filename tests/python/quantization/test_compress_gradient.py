@@ -78,7 +78,7 @@ def test_ties_and_every_code(capability: str, bits: int) -> None:
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_what_is_sent_and_what_is_left_add_up_exactly(capability: str, bits: int) -> None:
-    """Also where gradients have any magnitude: the values of codes are exact, and so is the subtraction."""
+    """The values of codes and the subtraction are exact for gradients of any magnitude."""
     for seed in range(20):
         scale = 2.0 ** torch.randint(-125, 120, (1,), generator=torch.Generator().manual_seed(seed)).item()
         gradient = wide(4096, seed).clamp(-64, 64) * scale

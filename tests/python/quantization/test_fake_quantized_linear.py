@@ -72,7 +72,7 @@ def test_is_an_nn_linear() -> None:
 
 
 def test_autocast_computes_with_the_rounded_values() -> None:
-    """Under autocast, the layer multiplies by what the quantised weight is dequantised to: one rounding."""
+    """Under autocast, the layer multiplies by the weight that QuantizedLinear would dequantise to bf16."""
     layer, x = FakeQuantizedLinear(64, 10, quant_type="nf4"), torch.randn(3, 64)
     with torch.autocast("cpu", torch.bfloat16):
         y = layer(x)

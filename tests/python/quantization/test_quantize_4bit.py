@@ -153,7 +153,7 @@ def test_nested_scales_are_bitsandbytes(capability: str, n: int) -> None:
     assert torch.equal(q.dequantize(), bnb.dequantize_4bit(packed, state).view(n))
 
 
-# By block size: mean absolute and mean relative error of NF4 on 1024 x 1024 normal numbers, as bitsandbytes
+# For each block size, mean absolute and mean relative error of NF4 on 1024 x 1024 normal numbers, as bitsandbytes
 # documents them.
 NF4_ERROR = {
     32: (0.067746, 0.189726), 64: (0.072798, 0.203339), 128: (0.076831, 0.215237), 256: (0.080337, 0.226105),

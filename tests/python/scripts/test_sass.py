@@ -151,7 +151,7 @@ def test_fused_products_are_found() -> None:
     assert gate.check_exact("f.cu", fused, apart, {"FFMA": 1, "reason": "exact"}) == []
     assert len(gate.check_exact("f.cu", fused, apart, {"FFMA": 1})) == 1  # without a reason
     assert len(gate.check_exact("f.cu", fused, apart, {"DFMA": 1, "reason": "exact"})) == 1
-    # Sums alone that change are no fusions.
+    # A kernel with more additions and no FFMA has no fused products.
     added = {"f": kernel("FMUL R1, R2, R3", "FMUL R1, R2, R3", "FADD R1, R1, R4", "FADD R1, R1, R4", "EXIT")}
     assert len(gate.check_exact("f.cu", added, apart, {"FFMA": 1, "reason": "exact"})) == 1
     # Nothing to compare is an error.

@@ -10,7 +10,7 @@ namespace {
 
 alignas(16) uint16_t tensor_memory[1];  // only the address is used
 
-// Where a copy of `rows` rows of 64 columns puts each element.
+// Compares the place at which a copy of `rows` rows of 64 columns puts each element.
 template <int rows>
 void compare_swizzle() {
   const auto layout = cute::as_position_independent_swizzle_layout(cute::tile_to_shape(

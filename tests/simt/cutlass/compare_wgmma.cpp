@@ -128,7 +128,7 @@ Matrix random_matrix(int seed) {
 }
 float zero(int, int) { return 0; }
 
-// Which element of d each register of each thread receives.
+// Compares the element of d that each register of each thread receives.
 template <Type type, int n>
 void compare_result() {
   using This = Case<type, n, false, false>;
@@ -143,8 +143,8 @@ void compare_result() {
   compare(This::name() + "fragment of the result", as_table(p.d), expected);
 }
 
-// Which element of a each register holds: register v of thread t has the number 8 t + v, which takes two runs
-// to read in numbers that are exact in 16 bits.
+// Compares the element of a that each register holds: register v of thread t has the number 8 t + v, which
+// takes two runs to read in numbers that are exact in 16 bits.
 template <Type type>
 void compare_a_registers() {
   using This = Case<type, 64, true, false>;

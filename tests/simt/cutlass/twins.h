@@ -32,7 +32,7 @@ struct Product {
   std::vector<uint32_t> a = {};  // four registers for each thread, if a_in_registers
   std::vector<float> c = {};     // n / 2 accumulators for each thread
 
-  // What run() returns: the accumulators, the descriptors of the operands, and the offset of the image from
+  // The results of run(): the accumulators, the descriptors of the operands, and the offset of the image from
   // the beginning of shared memory.
   std::vector<float> d = {};
   uint64_t a_descriptor = 0, b_descriptor = 0, image_at = 0;
@@ -42,7 +42,8 @@ struct Product {
 /// Copies a box of a 16-bit tensor with tma_load and returns the content of shared memory, in 16-bit
 /// elements.
 struct Copy {
-  std::vector<int64_t> sizes, strides;  // in elements; in bytes, without the innermost dimension
+  std::vector<int64_t> sizes,
+      strides;  // sizes in elements; strides in bytes, without the innermost dimension
   std::vector<int> box, at;
   std::vector<uint16_t> run(std::vector<uint16_t> tensor) const;
 };

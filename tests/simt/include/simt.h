@@ -143,7 +143,7 @@ const Gpu& gpu();
 bool set_gpu(const std::string& name);
 bool set_capability(int capability);
 
-/// What a launch asked for, for tests of the choice of kernels.
+/// The arguments of a launch, for tests of the choice of kernels.
 struct Launch {
   std::string kernel, file;  // such as "forward<float, 64>" and "attention.cu"
   int threads, static_bytes, dynamic_bytes;

@@ -79,7 +79,7 @@ def test_steps_have_the_bits_of_one_process(
 def test_parts_lie_in_a_file_and_step_in_backward(
     optimizer: str, ranks: int, split: int, offload: str, in_backward: int, tmp_path: Path
 ) -> None:
-    """Bits, and bytes of parts and state, are those without."""
+    """The bits of results and the bytes of parts and state do not depend on these options."""
     place = f"nvme:{tmp_path}" if offload == "nvme" else offload
     common = ("fully_shard", optimizer, "8bit", "remainder", 1, "sends", split)
     assert run(ranks, *common, 0, place, in_backward) == run(ranks, *common)
@@ -94,7 +94,8 @@ def test_parts_lie_in_a_file_and_step_in_backward(
 def test_optimizers(optimizer: str, ranks: int, split: int) -> None:
     """Muon's matrices are whole on their owners, so all bits are those of one process.
 
-    Sums of the last four are in another order, so codes could differ. A part may begin and end within rows.
+    Optimizers with fp32 state sum in another order than one process, so 8-bit codes could differ. The part of a rank
+    may begin and end within rows.
     """
     state = "8bit" if optimizer in ("sgd", "lion", "ademamix", "muon") else "fp32"
     run(ranks, "fully_shard", optimizer, state, "nearest", 1, "sends", split)

@@ -256,7 +256,7 @@ def test_the_model_says_what_limits_the_others() -> None:
     assert found["quantise int4"].predicted > 2 * found["quantise int4"].least
     assert found["quantise int4"].bound == "issue" and "issue takes" in found["quantise int4"].marks
     assert found["AdamW"].bound == "memory" and found["AdamW"].marks == ""
-    # per element: about 60 (cuda/optim/optimizer.h) at most, and nine fitting steps of about 40
+    # Instructions per element: AdamW has at most about 60, and int4 has nine fitting steps of about 40.
     kernel, fit = found["AdamW"].case.kernels[0], found["quantise int4"].case.kernels[0]
     codes = read(cases)
     assert 25 < sum(codes[model.key(kernel)].opcodes(8).values()) / 64 < 60

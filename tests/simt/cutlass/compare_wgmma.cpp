@@ -277,7 +277,7 @@ void compare_n() {
   compare_places<type, n, false>(false);
   compare_product<type, n, false, false>();
   compare_product<type, n, true, false>();
-  // Over the rows of b, CuTe has no layout for an n that is no multiple of 64, the width of a panel.
+  // If b is (k, n), CuTe has layouts only for an n that is a multiple of 64, the width of a panel.
   if constexpr (n % 64 == 0) {
     compare_places<type, n, true>(false);
     compare_product<type, n, false, true>();

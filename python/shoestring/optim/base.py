@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain, starmap
 from numbers import Integral, Real
@@ -15,7 +15,7 @@ from typing_extensions import TypedDict
 
 from shoestring.core.dtensors import is_dtensor
 from shoestring.core.one_thread import one_thread
-from shoestring.optim.gradients import GradientHooks, living_gradients
+from shoestring.optim.gradients import GradientHooks
 from shoestring.optim.offload import is_place
 from shoestring.optim.sharded import Aliases, local, shard_gradients, shards, splits_of
 from shoestring.optim.shown_state import ShownState
@@ -345,7 +345,7 @@ class LowMemoryOptimizer(StateDicts, GradientHooks):
             self._take_changed_state()
         self._consolidated = None
         try:
-            with self._shard_gradients(), living_gradients(self.param_groups):
+            with self._shard_gradients():
                 self._skipped = self._core.step(scale, found_inf)
         finally:
             self._show_state()
@@ -452,6 +452,8 @@ class LowMemoryOptimizer(StateDicts, GradientHooks):
 
     def _shard_gradients(self) -> AbstractContextManager[None]:
         """Give the aliases of DTensor parameters the gradients of their shards."""
+        if not any(known.is_sharded for known in self._known):
+            return nullcontext()
         groups = zip(self.param_groups, self._known, strict=True)
         sharded = (
             zip(group["params"], known.stepped, strict=True) for group, known in groups if known.is_sharded

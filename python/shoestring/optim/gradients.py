@@ -4,7 +4,6 @@ The C++ class ``OptimizerCore`` does the work. Here, hooks pass gradients on, an
 a backward that steps parameters.
 """
 
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -18,18 +17,6 @@ from torch.optim import Optimizer
 from shoestring.core.dtensors import is_dtensor
 from shoestring.optim.interrupts import Uninterrupted, deliver_later
 from shoestring.optim.sharded import gradient_in_hook, reduced_after_hooks
-
-
-@contextmanager
-def living_gradients(groups: list[dict[str, Any]]) -> Iterator[None]:
-    """Hold the gradients of parameter groups, if the process has other threads.
-
-    C++ reads ``grad`` without Python's lock. Another thread that replaces a gradient would free it at the same time.
-    """
-    alone = threading.active_count() == 1
-    gradients = [] if alone else [p.grad for group in groups for p in group["params"]]
-    yield
-    gradients.clear()
 
 
 class Backward:

@@ -10,7 +10,6 @@ from torch.optim import Optimizer
 
 from shoestring.core.one_thread import one_thread
 from shoestring.optim.base import distinct
-from shoestring.optim.gradients import living_gradients
 from shoestring.optim.parameter_names import by_names
 from shoestring.optim.schedule_free_adamw import ScheduleFreeAdamW
 from shoestring.optim.sgd import SGD
@@ -104,8 +103,7 @@ class LowRankOptimizer(Steps):
 
     @one_thread
     def _step(self) -> None:
-        with living_gradients(self.param_groups):
-            self.grad_norm = self._virtual.step(self.param_groups, self.state, self.max_grad_norm)
+        self.grad_norm = self._virtual.step(self.param_groups, self.state, self.max_grad_norm)
 
     @one_thread
     def state_dict(self) -> dict[str, Any]:

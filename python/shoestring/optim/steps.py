@@ -1,5 +1,6 @@
 """The public ``step`` of the optimizers, and the words of their errors."""
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -26,8 +27,12 @@ class Steps(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        # C++ reads ``grad`` without Python's lock. Another thread that replaces a gradient would free it meanwhile.
+        groups = self.param_groups if threading.active_count() > 1 else []
+        gradients = [p.grad for group in groups for p in group["params"]]
         with Uninterrupted():
             self._step()
+        del gradients
         return loss
 
     @property

@@ -277,7 +277,7 @@ def _small_buckets(rank: int, compress: str) -> None:
         setting = Setting(ranks, bits=8 if compress == "8bit" else None)
         programs = [split_gradients(net, setting, arena.params, ranges, rank, size) for rank in range(ranks)]
         collectives = [(c.kind, c.bytes) for c in programs[0].collectives]
-        assert counted.found == collectives and len(collectives) == 15, (counted.found, collectives)
+        assert counted.found == collectives and len(collectives) > 14, (counted.found, collectives)
         operations = programs[rank].operations
         copies = next(
             i
@@ -295,9 +295,9 @@ def _small_buckets(rank: int, compress: str) -> None:
         assert total - chunks <= peak <= total + 40_000 + codes, (peak, total)
 
 
-@pytest.mark.parametrize("compress", ["none", "8bit"])
-def test_many_buckets(compress: str, tmp_path: Path) -> None:
-    run(2, tmp_path, _small_buckets, compress)
+@pytest.mark.parametrize(("ranks", "compress"), [(2, "none"), (2, "8bit"), (3, "none")])
+def test_many_buckets(ranks: int, compress: str, tmp_path: Path) -> None:
+    run(ranks, tmp_path, _small_buckets, compress)
 
 
 def test_averages_of_weights(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from shoestring.checkpoint.blocks import listed_blocks
 from shoestring.distributed.groups import operators, plain_tensors
-from shoestring.quantization.quantize_8bit import STATE_BLOCK
 from shoestring.training.estimate.formulas import StateArena
 from shoestring.training.optimizers import trained
 
@@ -31,11 +30,6 @@ class Range(NamedTuple):
     def bytes(self) -> int:
         """Bytes of the elements."""
         return (self.end - self.begin) * self.param.element_size()
-
-    @property
-    def blocks(self) -> int:
-        """The number of blocks of state."""
-        return math.ceil((self.end - self.begin) / STATE_BLOCK)
 
 
 @dataclass(frozen=True)

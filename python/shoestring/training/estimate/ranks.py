@@ -14,6 +14,7 @@ from shoestring.distributed.compress import BITS
 from shoestring.distributed.links import Collective, Link
 from shoestring.distributed.parallelize import STRATEGIES
 from shoestring.distributed.step_program import Program, sent_bytes
+from shoestring.optim.state_layout import blocks
 from shoestring.training import memory
 from shoestring.training.conflicts import parallel_conflicts
 from shoestring.training.estimate import formulas, rank_program
@@ -306,7 +307,8 @@ def _split(found: Estimate, model: nn.Module, config: EstimateConfig, setting: S
             ranges[rank] += own[rank]
             factors[rank] += sum(extras[id(piece.param)] for piece in own[rank])
             if own[rank]:
-                parts[rank].append(replace(arena, blocks=[piece.blocks for piece in own[rank]]))
+                counts = [blocks(end - begin) for _, begin, end in own[rank]]
+                parts[rank].append(replace(arena, blocks=counts))
     step = {"step": 4 * sum(len(arena.params) for arena in arenas)}
     splits = config.parallel == "zero2"
     gradients = [sum(piece.bytes for piece in own) if splits else whole for own in ranges]

@@ -18,7 +18,7 @@ from shoestring.core.errors import InputError, is_utf8, printable
 from shoestring.files.atomic import disk_error
 from shoestring.training.config import FinetuneConfig, TrainConfig
 from shoestring.training.estimate.config import EstimateConfig
-from shoestring.training.options import COUNT, VOCABULARY, Device, HostAllocator, TrustRemoteCode, within
+from shoestring.training.options import COUNT, VOCABULARY, Device, HostAllocator, TrustRemoteCode, number
 from shoestring.training.run.signals import Interrupted, handled
 
 app = typer.Typer(
@@ -101,8 +101,7 @@ def tokenize(
     out: Annotated[Path, typer.Option(help="Token file to write.")],
     tokenizer: Annotated[Path | None, typer.Option(help="Tokenizer directory to use.")] = None,
     vocab_size: Annotated[
-        int | None,
-        typer.Option(help="Train a BPE tokenizer of this size on the data instead.", callback=VOCABULARY),
+        int | None, number(*VOCABULARY, help="Train a BPE tokenizer of this size on the data instead.")
     ] = None,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
@@ -133,10 +132,8 @@ def demo(
     out: Annotated[
         Path, typer.Option(help="Directory for data, runs and the report; a demo there is replaced.")
     ] = Path("runs/demo"),
-    steps: Annotated[int, typer.Option(help="Steps of each training run.", callback=within(1, COUNT))] = 36,
-    finetune_steps: Annotated[
-        int, typer.Option(help="Steps of each fine-tuning run.", callback=within(1, COUNT))
-    ] = 16,
+    steps: Annotated[int, number(1, COUNT, help="Steps of each training run.")] = 36,
+    finetune_steps: Annotated[int, number(1, COUNT, help="Steps of each fine-tuning run.")] = 16,
     device: Device = "auto",
     host_allocator: HostAllocator = None,
 ) -> None:

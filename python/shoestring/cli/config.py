@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from shoestring.training.options import Device, Model, Seed, TrustRemoteCode, choice, within
+from shoestring.training.options import Device, Model, Seed, TrustRemoteCode, choice, number
 
 RunFolder = Annotated[Path, typer.Option(help="Directory of the run; must be new or empty.")]
 
@@ -34,17 +34,16 @@ class GenerateConfig:
         bool,
         typer.Option("--any-base", help="Put an adapter of another base on the model, if the shapes fit."),
     ] = False
-    max_new_tokens: Annotated[int, typer.Option(help="Most tokens to write.", callback=within(1, 10**6))] = (
-        100
-    )
-    temperature: Annotated[
-        float, typer.Option(help="0 takes the likeliest token.", callback=within(0, 1000, "0 or more"))
-    ] = 0.8
+    max_new_tokens: Annotated[int, number(1, 10**6, help="Most tokens to write.")] = 100
+    temperature: Annotated[float, number(0, 1000, "0 or more", help="0 takes the likeliest token.")] = 0.8
     top_p: Annotated[
         float,
-        typer.Option(
+        number(
+            0,
+            1,
+            "more than 0, at most 1",
+            without=0,
             help="Draw among the likeliest tokens of this total probability.",
-            callback=within(0, 1, "more than 0, at most 1", without=0),
         ),
     ] = 0.95
     device: Device = "auto"

@@ -28,10 +28,10 @@ from shoestring.training.options import (
     WeightDecay,
     choice,
     environment_number,
+    number,
     one_of,
     refuse_together,
     target_names,
-    within,
 )
 
 if TYPE_CHECKING:
@@ -92,13 +92,15 @@ MAY_CHANGE = {"may_change": True}
 class StepConfig:
     """Options that decide the memory of a training step, and that `estimate` shares with training."""
 
-    batch_size: Annotated[int, typer.Option(help="Rows in a micro-batch.", callback=within(1, 1 << 16))] = 8
-    seq_len: Annotated[int, typer.Option(help="Tokens in a row.", callback=within(1, 1 << 24))] = 512
+    batch_size: Annotated[int, number(1, 1 << 16, help="Rows in a micro-batch.")] = 8
+    seq_len: Annotated[int, number(1, 1 << 24, help="Tokens in a row.")] = 512
     accumulate: Annotated[
         int,
-        typer.Option(
+        number(
+            0,
+            1 << 16,
+            "0 or more",
             help="Micro-batches in a step, a multiple of the processes; 0 is one for each process.",
-            callback=within(0, 1 << 16, "0 or more"),
         ),
     ] = 0
     precision: Annotated[
@@ -136,9 +138,7 @@ class StepConfig:
             "--activations offload copied to host memory, as that needs."
         ),
     ] = field(default=None, metadata=MAY_CHANGE)
-    workspace_mb: Annotated[
-        int, typer.Option(help="Memory of the fused loss, in MiB.", callback=within(1, 1 << 20))
-    ] = 64
+    workspace_mb: Annotated[int, number(1, 1 << 20, help="Memory of the fused loss, in MiB.")] = 64
     trust_remote_code: TrustRemoteCode = field(default=False, metadata=MAY_CHANGE)
 
     def __post_init__(self) -> None:
@@ -179,42 +179,30 @@ class LoopConfig(StepConfig):
     """
 
     device: Device = field(default="auto", metadata=MAY_CHANGE)
-    steps: Annotated[int, typer.Option(help="Optimizer steps.", callback=within(1, COUNT))] = 200
+    steps: Annotated[int, number(1, COUNT, help="Optimizer steps.")] = 200
     lr: LearningRate = 1e-3
-    warmup: Annotated[
-        int, typer.Option(help="Steps of linear warm-up.", callback=within(0, COUNT, "0 or more"))
-    ] = 10
+    warmup: Annotated[int, number(0, COUNT, "0 or more", help="Steps of linear warm-up.")] = 10
     schedule: Annotated[str, choice(*SCHEDULES, help=".")] = "cosine"
-    clip: Annotated[
-        float,
-        typer.Option(help="Largest gradient norm; 0 does not clip.", callback=within(0, 1e30, "0 or more")),
-    ] = 1.0
+    clip: Annotated[float, number(0, 1e30, "0 or more", help="Largest gradient norm; 0 does not clip.")] = 1.0
     weight_decay: WeightDecay = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     seed: Seed = 0
     val_fraction: Annotated[
-        float,
-        typer.Option(
-            help="Share of the data held out for validation.",
-            callback=within(0, 1, "0 to less than 1", without=1),
-        ),
+        float, number(0, 1, "0 to less than 1", without=1, help="Share of the data held out for validation.")
     ] = 0.02
-    eval_every: Annotated[int, typer.Option(help="Steps between validations.", callback=within(1, COUNT))] = (
-        50
+    eval_every: Annotated[int, number(1, COUNT, help="Steps between validations.")] = 50
+    eval_batches: Annotated[int, number(1, COUNT, help="Most batches in a validation.")] = 8
+    checkpoint_every: Annotated[int, number(1, COUNT, help="Steps between checkpoints.")] = field(
+        default=50, metadata=MAY_CHANGE
     )
-    eval_batches: Annotated[
-        int, typer.Option(help="Most batches in a validation.", callback=within(1, COUNT))
-    ] = 8
-    checkpoint_every: Annotated[
-        int, typer.Option(help="Steps between checkpoints.", callback=within(1, COUNT))
-    ] = field(default=50, metadata=MAY_CHANGE)
     compile: Annotated[bool, typer.Option("--compile", help="Compile the model with torch.compile.")] = False
     log_every: Annotated[
         int | None,
-        typer.Option(
+        number(
+            1,
+            COUNT,
             help="Steps between reads of loss and norm from the device; by default 1 on the CPU, else 10.",
-            callback=within(1, COUNT),
         ),
     ] = field(default=None, metadata=MAY_CHANGE)
     resume: Annotated[
@@ -225,8 +213,7 @@ class LoopConfig(StepConfig):
         False
     )
     threads: Annotated[
-        int | None,
-        typer.Option(help="CPU threads; by default what PyTorch takes.", callback=within(1, MOST_THREADS)),
+        int | None, number(1, MOST_THREADS, help="CPU threads; by default what PyTorch takes.")
     ] = field(default=None, metadata=MAY_CHANGE)
     host_allocator: HostAllocator = field(default=None, metadata=MAY_CHANGE)
     parallel: Annotated[
@@ -317,8 +304,7 @@ class TrainConfig(LoopConfig):
         typer.Option(help="Size: tiny, mini, small, medium, base, large or 1b.", callback=one_of(*PRESETS)),
     ] = "small"
     vocab_size: Annotated[
-        int,
-        typer.Option(help="Tokens of the BPE tokenizer that is trained on the data.", callback=VOCABULARY),
+        int, number(*VOCABULARY, help="Tokens of the BPE tokenizer that is trained on the data.")
     ] = 16384
     tokenizer: Annotated[
         Path | None, typer.Option(help="Take this tokenizer directory instead of training one.")
@@ -345,13 +331,9 @@ class FinetuneConfig(LoopConfig, AdapterConfig):
             callback=one_of(*QUANTIZE),
         ),
     ] = None
-    rank: Annotated[int, typer.Option(help="Rank of the adapters.", callback=RANK)] = ADAPTER_RANK
+    rank: Annotated[int, number(*RANK, help="Rank of the adapters.")] = ADAPTER_RANK
     alpha: Annotated[
-        float,
-        typer.Option(
-            help="Adapters are scaled by alpha / rank.",
-            callback=within(0, 1e6, "a positive number", without=0),
-        ),
+        float, number(0, 1e6, "a positive number", without=0, help="Adapters are scaled by alpha / rank.")
     ] = 32.0
     merge: Annotated[
         bool, typer.Option("--merge", help="Also save the model with the adapter merged into it.")

@@ -32,10 +32,10 @@ def environment_number(name: str, default: int) -> int:
     return int(text)
 
 
-def within(
-    least: float, most: float, expected: str | None = None, *, without: float | None = None
-) -> Callable[..., Any]:
-    """Return the callback of a numeric option that must be between ``least`` and ``most``.
+def number(
+    least: float, most: float, expected: str | None = None, *, help: str, without: float | None = None
+) -> Any:
+    """Return a numeric option that must be between ``least`` and ``most``.
 
     Args:
         expected: text for the error message if the value is too small, such as "above 0". The message also
@@ -50,7 +50,7 @@ def within(
             _refuse(param, f"at most {most}" if beyond else expected or f"at least {least}", value)
         return value
 
-    return check
+    return typer.Option(help=help, callback=check)
 
 
 def one_of(*choices: str) -> Callable[..., Any]:
@@ -85,24 +85,17 @@ def target_names(text: str) -> str | list[str]:
 
 # A vocabulary has at least the 256 bytes and the end-of-text token. It is limited, since tokenizer trainers
 # allocate memory for every token.
-VOCABULARY = within(257, 1 << 20)
+VOCABULARY = (257, 1 << 20)
 # the rank is at most the width of a layer, and no published model has a wider layer
-RANK = within(1, 1 << 14)
+RANK = (1, 1 << 14)
 
 Model = Annotated[str, typer.Option(help="Hugging Face model directory, or an id of the Hub.")]
 LearningRate = Annotated[
-    float,
-    typer.Option(help="Highest learning rate.", callback=within(0, 1e38, "a positive number", without=0)),
+    float, number(0, 1e38, "a positive number", without=0, help="Highest learning rate.")
 ]
-WeightDecay = Annotated[
-    float, typer.Option(help="Decoupled weight decay of matrices.", callback=within(0, 1000, "0 or more"))
-]
+WeightDecay = Annotated[float, number(0, 1000, "0 or more", help="Decoupled weight decay of matrices.")]
 Seed = Annotated[
-    int,
-    typer.Option(
-        help="Weights, data order and split follow from it.",
-        callback=within(0, (1 << 32) - 1, "0 to 4294967295"),
-    ),
+    int, number(0, (1 << 32) - 1, "0 to 4294967295", help="Weights, data order and split follow from it.")
 ]
 Device = Annotated[
     str,

@@ -21,10 +21,10 @@ from shoestring.training.options import (
     COUNT,
     RANK,
     choice,
+    number,
     one_of,
     refuse_together,
     target_names,
-    within,
 )
 
 STRATEGIES = ("auto", "ddp", "zero1", "zero2", "zero3", "hsdp", "diloco", "localsgd")
@@ -36,10 +36,11 @@ class RanksConfig:
 
     world: Annotated[
         int | None,
-        typer.Option(
+        number(
+            1,
+            1 << 16,
             help="Processes. Then all sizes are those of one of them, which has its part of the --accumulate "
             "micro-batches of a step.",
-            callback=within(1, 1 << 16),
         ),
     ] = None
     parallel: Annotated[
@@ -55,9 +56,10 @@ class RanksConfig:
     ] = "none"
     every: Annotated[
         int | None,
-        typer.Option(
+        number(
+            1,
+            COUNT,
             help="Steps from one average of weights to the next; by default 500 of diloco, 8 of localsgd.",
-            callback=within(1, COUNT),
         ),
     ] = None
     mesh: Annotated[
@@ -76,9 +78,12 @@ class RanksConfig:
     ] = None
     step_seconds: Annotated[
         float | None,
-        typer.Option(
+        number(
+            0,
+            1e6,
+            "above 0",
+            without=0,
             help="Measured seconds of forward, backward and optimizer of one process in a step, with --link.",
-            callback=within(0, 1e6, "above 0", without=0),
         ),
     ] = None
     memory: Annotated[
@@ -103,9 +108,7 @@ class EstimateConfig(StepConfig, AdapterConfig, RanksConfig):
             "preset of train."
         ),
     ]
-    vocab_size: Annotated[
-        int, typer.Option(help="Tokens of a preset's vocabulary.", callback=within(1, (1 << 31) - 1))
-    ] = 16384
+    vocab_size: Annotated[int, number(1, (1 << 31) - 1, help="Tokens of a preset's vocabulary.")] = 16384
     device: Annotated[
         str,
         typer.Option(
@@ -114,9 +117,9 @@ class EstimateConfig(StepConfig, AdapterConfig, RanksConfig):
     ] = "auto"
     rank: Annotated[
         int | None,
-        typer.Option(
+        number(
+            *RANK,
             help=f"Train adapters of this rank; by default {ADAPTER_RANK}, and of a preset all weights.",
-            callback=RANK,
         ),
     ] = None
     quantize: Annotated[

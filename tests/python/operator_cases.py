@@ -171,13 +171,10 @@ class Operator:
         In a case of fp64, a dtype among the options is fp64 too.
         """
         options = self.options[0] if options is None else options
-        given = {
-            name: dtype if dtype == torch.float64 and isinstance(value, torch.dtype) else value
-            for name, value in options.items()
-        }
-        arguments = self.arguments(rows, features) | {
-            name: value(rows, features) if callable(value) else value for name, value in given.items()
-        }
+        arguments = self.arguments(rows, features)
+        for name, value in options.items():
+            value = value(rows, features) if callable(value) else value
+            arguments[name] = dtype if dtype == torch.float64 and isinstance(value, torch.dtype) else value
         return Case(self, arguments, dtype, (rows, features), options)
 
     @property
@@ -225,9 +222,8 @@ class Case:
 
         All dtypes and options of a size have the same numbers, up to the rounding to the dtype.
         """
-        if device is None:
-            own = self.operator.fp64_device if self.dtype == torch.float64 else None
-            device = own or torch.get_default_device()
+        own = self.operator.fp64_device if self.dtype == torch.float64 else None
+        device = device or own or torch.get_default_device()
         found = dict(self.arguments)
         for name, draw in found.items():
             if isinstance(draw, Draw):

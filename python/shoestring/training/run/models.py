@@ -151,24 +151,19 @@ def load_model(
     folder, quantized = checked.folder, checked.is_quantized
     quiet_transformers()
     with working(f"loading {folder}"), weights_errors(to):
-        if quantize is not None or quantized:
-            try:
+        try:
+            if quantize is not None or quantized:
                 return load_quantized(
                     folder, quant_type=quantize, dtype=dtype, device=device, trust_remote_code=trust_remote_code,
                     to=to, keep=keep, double_quant=double_quant,
                 )  # fmt: skip
-            except OtherTensorsError as error:
-                if quantized:
-                    raise InputError(error) from None
-            except ValueError as error:
-                raise InputError(error) from None
-        if device != CPU:
-            try:
+            if device != CPU:
                 return load_dense(folder, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
-            except OtherTensorsError:
-                pass
-            except ValueError as error:
+        except OtherTensorsError as error:
+            if quantized:
                 raise InputError(error) from None
+        except ValueError as error:
+            raise InputError(error) from None
         return _load_with_transformers(folder, dtype, trust_remote_code, checked.shapes).to(device)
 
 

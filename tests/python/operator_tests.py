@@ -154,7 +154,7 @@ class OperatorTests:
     @pytest.mark.sample(simt=1)
     def test_bits_do_not_depend_on_the_number_of_threads(self, backend: str, rows: int, seed: int) -> None:
         """A small input stays on one thread, a large one is divided among up to 64. On a GPU, calls are repeated."""
-        case = self.operator.case(*(rows // 8, 64) if backend == "simt" else (rows, 256))
+        case = self.operator.case(*(rows // 32, 64) if backend == "simt" else (rows, 256))
         given = case.given(seed)
 
         def run() -> list[Tensor]:

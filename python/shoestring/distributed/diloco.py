@@ -126,6 +126,7 @@ class DiLoCo:
             alpha,
             4 * BUCKET,
         )
+        self._group = group  # is freed after the core; see split_steps
 
     @torch.no_grad()
     def _local_params(self) -> list[Tensor]:
@@ -189,6 +190,7 @@ class DiLoCo:
         name_collectives(group)
         self._use()
         self._core.regroup(name_of(group))
+        self._group = group
 
     def state_dict(self) -> dict[str, Any]:
         """Return the averaged weights, the outer momentum, the steps, and the averages that are under way.

@@ -94,4 +94,7 @@ def split_steps(
         AllRanks(processes),
         gradients,
     )
+    # Python frees attributes in the order in which they were set, so the core is not the last to refer to the group.
+    # A core would free the group with Python's lock, for which a thread of Gloo may wait while the group waits for it.
+    optimizer._group = processes
     return processes

@@ -50,6 +50,7 @@ class GradientHooks(Optimizer):
     step_in_backward: bool
     _core: Any
     _all_ranks: Any  # the processes that have split the steps
+    _group: Any  # the process group of split steps
     _consolidated: Any
     _accumulating: bool
     _stepped: Callable[[Tensor], Tensor]

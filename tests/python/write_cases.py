@@ -89,6 +89,7 @@ def describe(
     bounds = {}
     for capability in capabilities:
         torch.ops.shoestring._set_cpu_capability(capability)
+        # References of losses round where the kernels of the capability do.
         ours, eager = (case.results(f, given, seed) for f in (operator.call, operator.reference))
         parts = (list(found.values()) for found in (ours, eager))
         computed = operator.computed(case.narrow)
@@ -117,6 +118,7 @@ def main() -> None:
     parser.add_argument("--backend", choices=LIMITS, default="cpu")
     words = [*shlex.split(os.environ.get("PYTEST_ADDOPTS", "")), *sys.argv[1:]]
     options, _ = parser.parse_known_args(words)
+    torch.manual_seed(options.seed)  # determines the random roundings
     capabilities = [name for name in CAPABILITIES if torch.ops.shoestring._set_cpu_capability(name)]
     if options.backend == "simt":  # the kernels of GPUs do not depend on the CPU
         torch.ops.load_library(str(EMULATOR))

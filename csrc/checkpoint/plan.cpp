@@ -2,9 +2,12 @@
 
 // Finds the best checkpoint plan by dynamic programming over Pareto-optimal states.
 
+#include <iterator>
 #include <limits>
+#include <map>
 #include <numeric>
 #include <optional>
+#include <tuple>
 #include <utility>
 
 #include <c10/util/Exception.h>
@@ -23,6 +26,20 @@ std::vector<int64_t> best(const std::vector<Criteria>& all, int count) {
                                         all[b].begin() + count);
   });
   std::vector<int64_t> kept_states;
+  if (count == 3) {
+    // All states before a state are at least as good in the first criterion. `staircase` maps the second
+    // criterion of those that are optimal in the other two to the third, which falls along the map.
+    std::map<int64_t, int64_t> staircase;
+    for (const int64_t i : order) {
+      const int64_t second = all[i][1], third = all[i][2];
+      auto above = staircase.upper_bound(second);
+      if (above != staircase.begin() && std::prev(above)->second <= third) continue;
+      while (above != staircase.end() && above->second >= third) above = staircase.erase(above);
+      staircase[second] = third;
+      kept_states.push_back(i);
+    }
+    return kept_states;
+  }
   std::vector<Criteria> values;
   for (const int64_t i : order) {
     const Criteria& candidate = all[i];
@@ -81,10 +98,10 @@ struct Search {
 
 // Extends the states of the search block by block. `criteria(state, done, to)` fills the array `to` with the
 // state's criteria, which decide which of two states is better, and returns their number. It returns 0 if the
-// state cannot lead to a valid plan. If more than `widest` states remain after a block, only those with the
-// smallest `rank(state, done)` continue.
-template <class Compare, class Rank>
-Search extend(const Model& model, int64_t budget, Compare criteria, Rank rank, size_t widest) {
+// state cannot lead to a valid plan. If more than `widest` states remain after a block, `narrow(next, done,
+// kept)` reorders `kept`, the indices of the remaining states in `next`, and the first `widest` continue.
+template <class Compare, class Narrow>
+Search extend(const Model& model, int64_t budget, Compare criteria, Narrow narrow, size_t widest) {
   Search search{{State()}, {}};
   for (size_t i = 0; i < model.blocks.size(); ++i) {
     std::vector<State> next;
@@ -103,10 +120,7 @@ Search extend(const Model& model, int64_t budget, Compare criteria, Rank rank, s
     }
     std::vector<int64_t> kept_states = best(values, count);
     if (kept_states.size() > widest) {
-      std::vector<int64_t> ranks(next.size());
-      for (const int64_t k : kept_states) ranks[k] = rank(next[k], i + 1);
-      std::nth_element(kept_states.begin(), kept_states.begin() + widest, kept_states.end(),
-                       [&](int64_t a, int64_t b) { return std::pair(ranks[a], a) < std::pair(ranks[b], b); });
+      narrow(next, i + 1, kept_states);
       kept_states.resize(widest);
       search.complete = false;
     }
@@ -118,20 +132,74 @@ Search extend(const Model& model, int64_t budget, Compare criteria, Rank rank, s
   return search;
 }
 
-// Returns the smallest peak memory of all plans, in bytes. The search assumes a budget of zero, so each block
-// waits until all copies to the host have finished.
-int64_t least_budget(const Model& model) {
+// Returns the choices of all blocks that led to the state `at` after the last block.
+std::vector<int64_t> choices_of(const Search& search, int64_t at) {
+  std::vector<int64_t> choices(search.origins.size());
+  for (size_t i = choices.size(); i-- > 0;) {
+    choices[i] = search.origins[i][at].choice, at = search.origins[i][at].state;
+  }
+  return choices;
+}
+
+// A plan of the frontier. `budget`: the budget for which forward waits.
+struct Point {
+  int64_t peak, ticks, budget;
+  std::vector<int64_t> choices;
+};
+
+// Returns the plan with the smallest peak memory, whose budget is this peak. The search assumes a budget of
+// zero, so each block waits until all copies to the host have finished.
+Point smallest(const Model& model) {
   const auto criteria = [&](const State& s, size_t, Criteria& to) {
     const int count = memory_criteria(model, s, to);
     to[count] = s.peak;
     return count + 1;
   };
-  int64_t least = kNone;
-  for (const State& s :
-       extend(model, 0, criteria, [](const State& s, size_t) { return s.peak; }, kNone).last) {
-    least = std::min(least, s.peak);
+  const Search search = extend(model, 0, criteria, [](const auto&, size_t, auto&) {}, kNone);
+  int64_t at = 0;
+  for (size_t s = 0; s < search.last.size(); ++s) {
+    if (search.last[s].peak < search.last[at].peak) at = static_cast<int64_t>(s);
   }
-  return least;
+  const int64_t peak = search.last[at].peak;
+  std::vector<int64_t> choices = choices_of(search, at);
+  State state;
+  for (size_t i = 0; i < choices.size(); ++i)
+    state = step(model, state, model.blocks[i], model.blocks[i].choices[choices[i]], peak);
+  return {peak, state.seconds(), peak, std::move(choices)};
+}
+
+// Adds the plans that are optimal in peak and time if forward waits as it would with `budget`. At most
+// `widest` states continue after a block.
+void add_points(const Model& model, int64_t budget, bool copies, size_t widest, std::vector<Point>& points) {
+  const auto criteria = [&](const State& s, size_t, Criteria& to) {
+    int count = 1;
+    if (copies) {
+      count = all_criteria(model, s, to);
+    } else {
+      to[0] = s.held, to[count++] = s.seconds();
+    }
+    to[count++] = s.peak;
+    return count;
+  };
+  // Keep the states with the least peak and the least time, and others at equal distances, in the order of
+  // their held bytes, which is that of `kept`.
+  const auto narrow = [&](const std::vector<State>& next, size_t, std::vector<int64_t>& kept) {
+    std::vector<int64_t> chosen;
+    const auto add_least = [&](const auto& key) {
+      chosen.push_back(*std::min_element(kept.begin(), kept.end(),
+                                         [&](int64_t a, int64_t b) { return key(next[a]) < key(next[b]); }));
+    };
+    add_least([](const State& s) { return std::pair(s.peak, s.seconds()); });
+    add_least([](const State& s) { return std::pair(s.seconds(), s.peak); });
+    const size_t places = widest - chosen.size();
+    for (size_t i = 0; i < places; ++i) chosen.push_back(kept[i * (kept.size() - 1) / (places - 1)]);
+    kept = std::move(chosen);
+  };
+  const Search search = extend(model, budget, criteria, narrow, widest);
+  for (size_t s = 0; s < search.last.size(); ++s) {
+    const State& state = search.last[s];
+    points.push_back({state.peak, state.seconds(), budget, choices_of(search, static_cast<int64_t>(s))});
+  }
 }
 
 }  // namespace
@@ -141,6 +209,8 @@ namespace shoestring {
 
 // Limit of the number of states, summed over all blocks. With it, a search takes a second or two.
 constexpr size_t kStates = 100000;
+// Limits of the number of states after each block of a frontier, without and with copies to the host.
+constexpr size_t kFrontierStates = 1024, kLinkStates = 48;
 
 CheckpointPlan checkpoint_plan(const std::vector<PlanBlock>& blocks, int64_t budget,
                                const CheckpointPlanOptions& options) {
@@ -159,26 +229,71 @@ CheckpointPlan checkpoint_plan(const std::vector<PlanBlock>& blocks, int64_t bud
       if (s.peak > budget || bound(s, done) >= least) return 0;
       return plan::all_criteria(model, s, to);
     };
-    const plan::Search search = plan::extend(model, budget, criteria, bound, widest);
+    const auto narrow = [&](const std::vector<plan::State>& next, size_t done, std::vector<int64_t>& kept) {
+      std::vector<int64_t> bounds(next.size());
+      for (const int64_t k : kept) bounds[k] = bound(next[k], done);
+      std::nth_element(kept.begin(), kept.begin() + widest, kept.end(), [&](int64_t a, int64_t b) {
+        return std::pair(bounds[a], a) < std::pair(bounds[b], b);
+      });
+    };
+    const plan::Search search = plan::extend(model, budget, criteria, narrow, widest);
     int64_t at = -1;
     for (size_t s = 0; s < search.last.size(); ++s) {
       if (search.last[s].seconds() < least) least = search.last[s].seconds(), at = s;
     }
-    if (at >= 0) {
-      choices.resize(blocks.size());
-      for (size_t i = blocks.size(); i-- > 0;) {
-        choices[i] = search.origins[i][at].choice, at = search.origins[i][at].state;
-      }
-    }
+    if (at >= 0) choices = plan::choices_of(search, at);
     complete = search.complete;
     if (complete) break;
   }
-  TORCH_CHECK(least != plan::kNone, op, ": budget: expected at least ", plan::least_budget(model),
-              " bytes, received ", budget, "; raise the budget, or add choices that keep less memory");
+  if (least == plan::kNone) {
+    // Either no plan fits, or the searches discarded the partial plans of all that do.
+    const std::vector<CheckpointPlan> frontier = checkpoint_frontier(blocks, options);
+    TORCH_CHECK(frontier.front().peak_bytes <= budget, op, ": budget: expected at least ",
+                frontier.front().peak_bytes, " bytes, received ", budget,
+                "; raise the budget, or add choices that keep less memory");
+    for (const CheckpointPlan& plan : frontier) {
+      if (plan.peak_bytes <= budget) choices = plan.choices;
+    }
+  }
   CheckpointPlan result = plan::simulate(model, std::move(choices), budget);
   result.least_seconds =
       complete ? result.seconds : std::min(result.seconds, bound(plan::State(), 0) * 1e-12);
   return result;
+}
+
+std::vector<CheckpointPlan> checkpoint_frontier(const std::vector<PlanBlock>& blocks,
+                                                const CheckpointPlanOptions& options) {
+  const plan::Model model = plan::make_model("checkpoint_frontier", blocks, 0, options);
+  bool copies = false;
+  for (const plan::Block& block : model.blocks) {
+    for (const plan::Choice& choice : block.choices) copies |= choice.link > 0;
+  }
+  plan::Point smallest = plan::smallest(model);
+  std::vector<plan::Point> points;
+  // The budget is above every sum of bytes, so forward never waits.
+  constexpr int64_t kNoLimit = int64_t{1} << 61;
+  if (!copies) {
+    plan::add_points(model, kNoLimit, false, kFrontierStates, points);
+  } else {
+    plan::add_points(model, 0, true, kLinkStates, points);
+    plan::add_points(model, kNoLimit, true, kLinkStates, points);
+    int64_t most = 0;
+    for (const plan::Point& point : points) most = std::max(most, point.peak);
+    for (int i = 0; i <= 6; ++i)
+      plan::add_points(model, smallest.peak + (most - smallest.peak) * i / 7, true, kLinkStates, points);
+  }
+  points.push_back(std::move(smallest));
+  std::stable_sort(points.begin(), points.end(), [](const plan::Point& a, const plan::Point& b) {
+    return std::tie(a.peak, a.ticks) < std::tie(b.peak, b.ticks);
+  });
+  std::vector<CheckpointPlan> frontier;
+  int64_t least = plan::kNone;
+  for (plan::Point& point : points) {
+    if (point.ticks >= least) continue;
+    least = point.ticks;
+    frontier.push_back(plan::simulate(model, std::move(point.choices), point.budget));
+  }
+  return frontier;
 }
 
 }  // namespace shoestring

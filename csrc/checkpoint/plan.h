@@ -70,7 +70,7 @@ CheckpointPlan simulate(const Model& model, std::vector<int64_t> choices, int64_
 
 /// The numbers by which the search compares two states. If none of a state's numbers is larger than the other
 /// state's, the state is at least as good, whatever blocks follow.
-constexpr int kMaxCriteria = 2 * (kMaxPrefetch + 1) + kMaxPrefetch + 1;
+constexpr int kMaxCriteria = 2 * (kMaxPrefetch + 1) + kMaxPrefetch + 2;
 using Criteria = std::array<int64_t, kMaxCriteria>;
 
 /// Returns the indices of the Pareto-optimal elements of `all`, compared by their first `count` criteria. Of

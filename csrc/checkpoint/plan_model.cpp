@@ -76,6 +76,11 @@ Model make_model(const char* op, const std::vector<PlanBlock>& blocks, int64_t b
     }
     model.blocks.push_back(std::move(to));
   }
+  int64_t later = 0;  // bytes that the backward of later blocks has left
+  for (size_t i = blocks.size(); i-- > 0;) {
+    for (Choice& choice : model.blocks[i].choices) choice.backward += later;
+    later += bytes(op, "gradient_bytes", i, blocks[i].gradient_bytes);
+  }
   return model;
 }
 

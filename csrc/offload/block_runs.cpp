@@ -81,14 +81,25 @@ void BlockRuns::forget_runs() {
 void BlockRuns::enter(int64_t index, const std::vector<at::Tensor>& inputs, bool can_vanish) {
   const std::lock_guard lock(mutex);
   begin_run(index, can_vanish);
+  const bool follows = has_tiles() && output_of_ >= 0 && output_of_ == index - 1;
   if (torch::autograd::get_current_graph_task_id() != BlockUses::kNoPass) {
-    prefetch(index - 1, -1);
+    // A checkpoint runs several blocks again in the order of forward.
+    const int64_t direction = follows ? 1 : -1;
+    prefetch(index + direction, direction);
   } else if (const int64_t last = last_block(); index < last) {
     prefetch(index + 1, 1);
   } else if (!at::GradMode::is_enabled() && repeats()) {
     prefetch(0, 1);
   }
-  if (!at::GradMode::is_enabled()) return;
+  if (!at::GradMode::is_enabled() || inputs.empty()) return;
+  const bool has_same_input = input_.lock().get() == inputs[0].unsafeGetTensorImpl();
+  input_ = c10::weak_intrusive_ptr<c10::TensorImpl>(inputs[0].getIntrusivePtr());
+  if (follows && has_same_input) {
+    // The gradient of an input that tiles share is complete only when backward of all of them has ended.
+    // Backward runs the later tile first, since its nodes are the newer ones.
+    uses_of(output_of_).next = index;
+    return;
+  }
   // Backward of the block ends with the gradient of its first input. A leaf gets no hook, since the leaf
   // outlives the pass and would keep the hook.
   const auto first = std::find_if(inputs.begin(), inputs.end(), [](auto& x) { return x.requires_grad(); });

@@ -22,7 +22,9 @@ struct BlockUses {
 
   int count = 0;       // enter() and other uses that have not ended
   int pass = kNoPass;  // the backward pass that uses the block
-  int64_t next = -1;   // the block whose input was the output of this block in the last forward
+  // The block after this one in the last forward, if its input was the output of this block, or if both are
+  // tiles of one input. Its backward has ended when backward of this block begins.
+  int64_t next = -1;
   bool none() const { return count == 0 && pass == kNoPass; }
 };
 
@@ -62,6 +64,8 @@ class SHOESTRING_API BlockRuns {
   virtual void ended_pass() {}
   /// Whether a forward without gradients follows another one, so that the first block is needed next.
   virtual bool repeats() const { return true; }
+  /// Whether consecutive blocks with the same input are tiles, of which backward ends one by one.
+  virtual bool has_tiles() const { return false; }
   /// Returns the last block that runs in every forward, or -1.
   virtual int64_t last_block() const { return count() - 1; }
 
@@ -94,6 +98,8 @@ class SHOESTRING_API BlockRuns {
   // the first output of the block that ran last, and the index of this block
   c10::weak_intrusive_ptr<c10::TensorImpl> output_{c10::intrusive_ptr<c10::TensorImpl>()};
   int64_t output_of_ = -1;
+  // the first input of the block that began last
+  c10::weak_intrusive_ptr<c10::TensorImpl> input_{c10::intrusive_ptr<c10::TensorImpl>()};
 };
 
 /// Lets a storage point to memory that `owner` keeps.

@@ -111,6 +111,7 @@ struct WeightStoreCore final : RowSource, BlockRuns, std::enable_shared_from_thi
   void failed(int64_t index) override { ended(index); }  // some weights may have been stepped
   void unused(int64_t index) override { unused(block(index)); }
   int64_t last_block() const override;
+  bool has_tiles() const override { return true; }
 
   void check_frozen(const WeightBlock& b) const;
   void transfer(bool is_write, WeightBlock& b, int64_t first, const at::Tensor& memory) const;

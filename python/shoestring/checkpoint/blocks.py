@@ -47,7 +47,10 @@ class Treatment:
 
 
 def find_blocks(
-    model: nn.Module, blocks: Sequence[str | type | nn.Module] | None, caller: str = "checkpoint_model"
+    model: nn.Module,
+    blocks: Sequence[str | type | nn.Module] | None,
+    caller: str = "checkpoint_model",
+    argument: str = "blocks",
 ) -> dict[str, nn.Module]:
     """Return the modules that ``blocks`` selects, by name; for None, those of the model's outermost lists."""
     if blocks is None:
@@ -66,12 +69,12 @@ def find_blocks(
             name: module for name, module in model.named_modules() if name and _matches(name, module, pattern)
         }
         if not matching:
-            raise ValueError(f"{caller}: blocks: {pattern!r} matches no module of {type(model).__name__}")
+            raise ValueError(f"{caller}: {argument}: {pattern!r} matches no module of {type(model).__name__}")
         modules |= matching
     for name in modules:
         outer = next((other for other in modules if name.startswith(other + ".")), None)
         if outer is not None:
-            raise ValueError(f"{caller}: blocks: {name} is inside {outer}: name only one of them")
+            raise ValueError(f"{caller}: {argument}: {name} is inside {outer}: name only one of them")
     return modules
 
 

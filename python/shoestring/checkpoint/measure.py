@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from shoestring.checkpoint.buffers import buffers_kept
@@ -41,10 +42,11 @@ class Cost:
 
 @dataclass
 class Call:
-    """The arguments of one call of a block, and which of their storages no other block receives."""
+    """The arguments of one call of a block, its autocast, and which of the storages no other block receives."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    autocast: dict[str, Any]  # arguments of torch.autocast that set it as it was
     # identifiers of storages of arguments that no other block receives
     private: set[int] = field(default_factory=set)
 
@@ -68,6 +70,15 @@ def kind(module: nn.Module, call: Call) -> tuple[Any, ...]:
     leaves, spec = tree_flatten((call.args, call.kwargs))
     tensors = [(name, of(t)) for name, t in [*module.named_parameters(), *module.named_buffers()]]
     return type(module).__qualname__, tuple(tensors), tuple(map(of, leaves)), str(spec), module.training
+
+
+def _autocast(device: torch.device) -> dict[str, Any]:
+    """Return the arguments of torch.autocast that set it for the type of a device as it is now."""
+    return {
+        "dtype": torch.get_autocast_dtype(device.type),
+        "enabled": torch.is_autocast_enabled(device.type),
+        "cache_enabled": torch.is_autocast_cache_enabled(),
+    }
 
 
 class _Source(torch.autograd.Function):
@@ -105,29 +116,49 @@ def no_collection() -> Iterator[None]:
             gc.enable()
 
 
+class GradientsAside:
+    """``gradients_aside`` yields this object, which decides whether steps free each gradient once it is accumulated."""
+
+    def __init__(self, params: list[Tensor]) -> None:
+        self._params = params
+        self._frees = True
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Let gradients stay inside the ``with`` block, as in training, and free them at its end."""
+        self._frees = False
+        try:
+            yield
+        finally:
+            self._frees = True
+            for p in self._params:
+                p.grad = None
+
+    def forget(self, p: Tensor) -> None:
+        if self._frees:
+            p.grad = None
+
+
 @contextmanager
-def gradients_aside(model: nn.Module) -> Iterator[None]:
+def gradients_aside(model: nn.Module) -> Iterator[GradientsAside]:
     """Inside the ``with`` block, let steps run without side effects on gradients, buffers and random state.
 
     Each new gradient is freed as soon as it has been accumulated. At the end, the former gradients, the
     buffers and the random state are restored.
     """
     before = [(p, p.grad) for p in model.parameters() if p.requires_grad]
-    hooks = [p.register_post_accumulate_grad_hook(_forget) for p, _ in before if p.is_leaf]
+    aside = GradientsAside([p for p, _ in before])
+    hooks = [p.register_post_accumulate_grad_hook(aside.forget) for p, _ in before if p.is_leaf]
     for p, _ in before:
         p.grad = None
     try:
         with forked_rng(), buffers_kept(model):
-            yield
+            yield aside
     finally:
         for hook in hooks:
             hook.remove()
         for p, grad in before:
             p.grad = grad
-
-
-def _forget(p: Tensor) -> None:
-    p.grad = None
 
 
 def sharded_modules(model: nn.Module) -> dict[str, nn.Module]:
@@ -157,9 +188,9 @@ def gathered(model: nn.Module, block: nn.Module) -> Iterator[None]:
             module.reshard()
 
 
-def measure(run: Forward, call: Call, device: torch.device) -> Cost:
+def measure(run: Forward, call: Call, device: torch.device, runs: int = RUNS) -> Cost:
     """Measure the time and memory of forward and backward of one block alone, on copies of its arguments."""
-    costs = [_measure_once(run, call, device) for _ in range(RUNS)]
+    costs = [_measure_once(run, call, device) for _ in range(runs)]
     # the bytes are taken from the last run, since the first may allocate caches and workspaces
     last = costs[-1]
     return Cost(
@@ -184,28 +215,48 @@ def measure_offloaded(run: Forward, call: Call, device: torch.device, offload: o
     return _measure_once(run_and_leave, call, device).held
 
 
+def run_backward(outputs: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
+    """Run backward from outputs with their gradients, and accumulate the gradients of leaves."""
+    # torch.autograd.backward with a gradient argument would import the symbolic shapes of PyTorch's
+    # compiler, which take 32 MiB, so call the autograd engine directly.
+    if outputs:
+        torch.autograd.Variable._execution_engine.run_backward(
+            tuple(outputs), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
+        )
+
+
+def copied_arguments(call: Call, anchor: Tensor) -> tuple[Any, Any]:
+    """Return the arguments of a call, with copies of the tensors that no other block receives.
+
+    ``anchor`` is a leaf that requires a gradient, from which the copies seem to be computed.
+    """
+    leaves, spec = tree_flatten((call.args, call.kwargs))
+
+    def copied(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or call.private.isdisjoint(storages([leaf])):
+            return leaf
+        if not leaf.requires_grad:
+            return leaf.detach().clone()
+        return _Source.apply(anchor, leaf.detach())  # type: ignore[no-untyped-call]
+
+    args, kwargs = tree_unflatten([copied(leaf) for leaf in leaves], spec)
+    return args, kwargs
+
+
 def _measure_once(run: Forward, call: Call, device: torch.device) -> Cost:
     """Run forward and backward of a block once, on copies of its arguments, and measure both."""
-    leaves, spec = tree_flatten((call.args, call.kwargs))
     anchor = torch.zeros((), requires_grad=True)
     with metered(device) as meter:
-
-        def copied(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor) or call.private.isdisjoint(storages([leaf])):
-                return leaf
-            if not leaf.requires_grad:
-                return leaf.detach().clone()
-            return _Source.apply(anchor, leaf.detach())  # type: ignore[no-untyped-call]
-
-        args, kwargs = tree_unflatten([copied(leaf) for leaf in leaves], spec)
+        args, kwargs = copied_arguments(call, anchor)
         synchronize(device)
         began = time.perf_counter()
-        result = run(*args, **kwargs)
+        with torch.autocast(device.type, **call.autocast):
+            result = run(*args, **kwargs)
         synchronize(device)
         forward = time.perf_counter() - began
         forward_bytes = meter.peak()
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        edges = [torch.autograd.graph.get_gradient_edge(output) for output in outputs]
+        edges = [get_gradient_edge(output) for output in outputs]
         before = meter.current()
         upstream = [torch.ones_like(output) for output in outputs]
         gradient_bytes = meter.current() - before
@@ -215,12 +266,7 @@ def _measure_once(run: Forward, call: Call, device: torch.device) -> Cost:
         meter.reset_peak()
         synchronize(device)
         began = time.perf_counter()
-        # torch.autograd.backward with a gradient argument would import the symbolic shapes of PyTorch's
-        # compiler, which take 32 MiB, so call the autograd engine directly.
-        if edges:
-            torch.autograd.Variable._execution_engine.run_backward(
-                tuple(edges), tuple(upstream), False, False, (), allow_unreachable=True, accumulate_grad=True
-            )
+        run_backward(edges, upstream)
         synchronize(device)
         backward = time.perf_counter() - began
         return Cost(forward, backward, held_bytes, forward_bytes, meter.peak())
@@ -241,15 +287,24 @@ class Step:
     # Time and memory of the part of the step after the last block. The bytes include those that the blocks
     # hold.
     after: Cost
+    # Bytes that the backward of this last part leaves on the device: the gradient of a weight that the first
+    # part of the step uses, too, and gradients of its own weights if they are kept.
+    left: int
 
 
-def run_step(modules: list[nn.Module], step: Callable[[], Tensor], device: torch.device) -> Step:
+def run_step(
+    modules: list[nn.Module],
+    step: Callable[[], Tensor],
+    device: torch.device,
+    caller: str = "checkpoint_model",
+) -> Step:
     """Run and measure a training step in which each block is checkpointed and keeps only its input.
 
     Args:
         modules: the blocks.
         step: function that runs the forward of the model and returns the loss.
         device: the device of the model.
+        caller: the function that begins error messages.
 
     Raises:
         ValueError: the step does not run each block exactly once, or does not return a loss.
@@ -277,7 +332,7 @@ def run_step(modules: list[nn.Module], step: Callable[[], Tensor], device: torch
         if not order:
             mark("blocks")
             mark_gradient((args, kwargs), "blocks are back")
-        call = Call(args, kwargs)
+        call = Call(args, kwargs, _autocast(device))
         order.append(module)
         kinds.append(kind(module, call))
         calls.setdefault(kinds[-1], call)
@@ -297,11 +352,11 @@ def run_step(modules: list[nn.Module], step: Callable[[], Tensor], device: torch
             loss = step()
             if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
                 raise ValueError(
-                    "checkpoint_model: example: expected a loss of one element that backward can start from"
+                    f"{caller}: example: expected a loss of one element that backward can start from"
                 )
             if sorted(map(id, modules)) != sorted(map(id, order)):
                 raise ValueError(
-                    f"checkpoint_model: example: expected each of the {len(modules)} blocks to be called once, "
+                    f"{caller}: example: expected each of the {len(modules)} blocks to be called once, "
                     f"received {len(order)} calls; name the blocks that are"
                 )
             mark("forward")
@@ -328,4 +383,5 @@ def run_step(modules: list[nn.Module], step: Callable[[], Tensor], device: torch
     below = max(0, blocks[1] - private_bytes[0])
     before = Cost(blocks[0] - began, end[0] - blocks_back[0], below, blocks[2], max(0, end[2] - still_here))
     after = Cost(forward[0] - behind[0], at_blocks[0] - forward[0], forward[1], forward[2], at_blocks[2])
-    return Step(order, kinds, calls, before, after)
+    left = max(0, at_blocks[1] - behind[1])
+    return Step(order, kinds, calls, before, after, left)

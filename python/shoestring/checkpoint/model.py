@@ -2,55 +2,24 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from types import MappingProxyType
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shoestring.checkpoint.blocks import Treatment, cache_places, find_blocks, run_block, treat
+from shoestring.checkpoint.blocks import Treatment, find_blocks, treat
+from shoestring.checkpoint.costs import apply_treatments, measure_model
 from shoestring.checkpoint.function import Keep
-from shoestring.checkpoint.measure import (
-    Call,
-    Cost,
-    gathered,
-    gradients_aside,
-    measure,
-    measure_offloaded,
-    no_collection,
-    run_step,
-    sharded_modules,
-)
+from shoestring.checkpoint.measure import gradients_aside, no_collection, sharded_modules
 from shoestring.checkpoint.offload import offload_activations
-from shoestring.checkpoint.planner import CheckpointPlan, PlanBlock, PlanChoice, checkpoint_plan
+from shoestring.checkpoint.planner import CheckpointPlan, checkpoint_plan
 from shoestring.core.module_argument import check_module
-from shoestring.core.presence import weights_present
 
-UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
-
-
-def _choices() -> tuple[Mapping[str, tuple[str, ...] | None], frozenset[str]]:
-    """Return the operators that each treatment keeps, and the treatments that offload."""
-    names, recomputed, keep, offloaded = torch.ops.shoestring._checkpoint_choices()
-    kept_operators = {
-        name: tuple(operators) if again else None
-        for name, again, operators in zip(names, recomputed, keep, strict=True)
-    }
-    moved = (name for name, moves in zip(names, offloaded, strict=True) if moves)
-    return MappingProxyType(kept_operators), frozenset(moved)
-
-
-# CHOICES: the treatments of a block's activations. The key is the name of a treatment. The value lists the
-# operators whose results the block's checkpoint keeps, or is None for no checkpoint. OFFLOADED: the names of
-# treatments that offload the saved tensors.
-CHOICES, OFFLOADED = _choices()
-# Minimum cost of a recomputation in seconds. Measured costs may be 0 or negative, but a plan must not
-# recompute without need.
-LEAST_EXTRA = 1e-6
+UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 
 
 @dataclass
@@ -194,108 +163,22 @@ def checkpoint_model(
             )
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     with no_collection(), gradients_aside(model):
-        step, costs = _measure(model, list(modules.values()), _step(model, example), device, offload)
-    planned = {kind: _block(cost) for kind, cost in costs.items()}
-    held_bytes = step.before.held + sum(costs[kind]["recompute"].held for kind in step.kinds)
-    after = replace(
-        step.after,
-        held=max(0, step.after.held - held_bytes),
-        forward_bytes=max(0, step.after.forward_bytes - held_bytes),
-        backward_bytes=max(0, step.after.backward_bytes - held_bytes),
-    )
-    most = sum(costs[kind]["keep"].held for kind in step.kinds)
-    link: dict[str, Any] = offload.measure_link(most) if offload is not None else {}
-    row = [_around("before", step.before), *(planned[kind] for kind in step.kinds), _around("behind", after)]
-    plan = checkpoint_plan(row, limit, **link)
-    undo, chosen, chosen_bytes = [], [], step.before.held + after.held
-    for i, (module, name) in enumerate(zip(step.modules, plan.names[1:-1], strict=True), 1):
-        treatment = Treatment(
-            CHOICES[name], offload, moves=name in OFFLOADED, pending=plan.pending_bytes[i + 1]
+        costs = measure_model(
+            "checkpoint_model", model, list(modules.values()), _step(model, example), device, offload
         )
-        # Backward begins with the last block, after all copies to the host have ended. If the plan's limit of
-        # bytes in flight permits it, the last block keeps its tensors instead of offloading them.
-        if module is step.modules[-1]:
-            stays = row[i].choices[plan.choices[i]].link_bytes <= treatment.pending
-            treatment = replace(treatment, leaves=not stays, pending=0)
-        undo.append(treat(module, treatment))
-        chosen_bytes += row[i].choices[plan.choices[i]].bytes
-        chosen.append((names[module], name))
-    return CheckpointReport(chosen, plan, limit, chosen_bytes, undo)
-
-
-def _measure(
-    model: nn.Module,
-    modules: list[nn.Module],
-    step: Callable[[], Tensor],
-    device: torch.device,
-    offload: offload_activations | None,
-) -> tuple[Any, dict[Any, dict[str, Cost]]]:
-    """Run steps without treatments; return one with its measurements, and the costs of each kind of block by treatment."""
-    undo = [treat(module, Treatment()) for module in modules]
-    try:
-        # this first step is not measured, because it creates caches, workspaces and lazy modules
-        run_step(modules, step, device)
-        whole = run_step(modules, step, device)
-    finally:
-        for one in undo:
-            one()
-    costs: dict[Any, dict[str, Cost]] = {}
-    for kind, call in whole.calls.items():
-        module = whole.modules[whole.kinds.index(kind)]
-        with gathered(model, module), weights_present(module):
-            costs[kind] = _measure_block(module, call, device, offload)
-    return whole, costs
-
-
-def _measure_block(
-    module: nn.Module, call: Call, device: torch.device, offload: offload_activations | None
-) -> dict[str, Cost]:
-    """Return the costs of a block by treatment."""
-    costs: dict[str, Cost] = {}
-    for name, operators in CHOICES.items():
-        forward = type(module).forward
-        run = functools.partial(run_block, Treatment(operators), forward, cache_places(forward), module)
-        if name in OFFLOADED:
-            if offload is not None:
-                alike = next(costs[one] for one in costs if CHOICES[one] == operators)
-                costs[name] = replace(alike, held=measure_offloaded(run, call, device, offload))
-            continue
-        cost = measure(run, call, device)
-        # Drop a treatment that holds no more bytes than "recompute", because the operators that it keeps do
-        # not occur in this block.
-        if name in ("keep", "recompute") or cost.held > costs["recompute"].held:
-            costs[name] = cost
-    return costs
-
-
-def _block(costs: dict[str, Cost]) -> PlanBlock:
-    """Return the costs of a block as the planner reads them."""
-    keep = costs["keep"]
-    choices = []
-    for name, cost in costs.items():
-        # CHOICES may hold two treatments that keep the same operators. The first of them does not offload.
-        stays = next(other for one, other in costs.items() if CHOICES[one] == CHOICES[name])
-        choices.append(replace(_choice(name, cost, keep), link_bytes=max(0, stays.held - cost.held)))
-    return PlanBlock(keep.forward_seconds, keep.backward_seconds, choices)
-
-
-def _choice(name: str, cost: Cost, keep: Cost) -> PlanChoice:
-    """Return a treatment for the planner; its extra time is that beyond ``keep``."""
-    extra = cost.forward_seconds + cost.backward_seconds - keep.forward_seconds - keep.backward_seconds
-    return PlanChoice(
-        name,
-        bytes=cost.held,
-        extra_seconds=0.0 if CHOICES.get(name) is None else max(LEAST_EXTRA, extra),
-        forward_bytes=max(cost.forward_bytes, cost.held),
-        backward_bytes=max(cost.backward_bytes, cost.held),
+    row = costs.row()
+    most = sum(costs.of_kind[kind]["keep"].held for kind in costs.step.kinds)
+    link: dict[str, Any] = offload.measure_link(most) if offload is not None else {}
+    plan = checkpoint_plan(row, limit, **link)
+    links = [block.choices[choice].link_bytes for block, choice in zip(row, plan.choices, strict=True)]
+    undo = apply_treatments(
+        costs.step.modules, plan.names[1:-1], plan.pending_bytes[2:], links[1:-1], offload
     )
-
-
-def _around(name: str, cost: Cost) -> PlanBlock:
-    """Return what runs before or after the blocks as a block with one treatment."""
-    return PlanBlock(
-        max(0.0, cost.forward_seconds), max(0.0, cost.backward_seconds), [_choice(name, cost, cost)]
-    )
+    held_bytes = sum(block.choices[choice].bytes for block, choice in zip(row, plan.choices, strict=True))
+    chosen = [
+        (names[module], name) for module, name in zip(costs.step.modules, plan.names[1:-1], strict=True)
+    ]
+    return CheckpointReport(chosen, plan, limit, held_bytes, undo)
 
 
 def _step(model: nn.Module, example: Any) -> Callable[[], Tensor]:
@@ -320,7 +203,7 @@ def _step(model: nn.Module, example: Any) -> Callable[[], Tensor]:
 
 def parse_bytes(budget: int | str) -> int:
     """Return the number of bytes that ``budget`` means: a number, or text such as "6GiB" or "500 MB"."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]I?B|)\s*", str(budget).upper())
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]I?B|)\s*", str(budget).upper())
     if not match or isinstance(budget, bool) or not 0 < float(match[1]) * UNITS[match[2]] < 1 << 63:
         raise ValueError(
             f'expected a number of bytes, or a string such as "6GiB" or "500 MB", received {budget!r}'

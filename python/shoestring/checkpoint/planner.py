@@ -7,7 +7,14 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["CheckpointPlan", "PlanBlock", "PlanChoice", "checkpoint_plan", "simulate_checkpoint_plan"]
+__all__ = [
+    "CheckpointPlan",
+    "PlanBlock",
+    "PlanChoice",
+    "checkpoint_frontier",
+    "checkpoint_plan",
+    "simulate_checkpoint_plan",
+]
 
 
 @dataclass(frozen=True)
@@ -44,6 +51,10 @@ class PlanChoice:
 class PlanBlock:
     """A block's forward and backward time in seconds, and the possible treatments of its activations.
 
+    ``gradient_bytes`` are bytes that the block's backward leaves on the device until the end of backward, such as
+    gradients of its weights. The backward of all earlier blocks has them beside it. The ``backward_bytes`` of the
+    block's own choices include them already.
+
     Example:
         >>> from shoestring.checkpoint.planner import PlanBlock, PlanChoice, checkpoint_plan
         >>> choices = [PlanChoice("keep", bytes=100), PlanChoice("recompute", bytes=10, extra_seconds=1.0)]
@@ -55,6 +66,7 @@ class PlanBlock:
     forward_seconds: float
     backward_seconds: float
     choices: Sequence[PlanChoice]
+    gradient_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -109,13 +121,14 @@ def checkpoint_plan(
     - Backward starts after the last copy to the host and runs the blocks in reverse. A block waits until its
       ``link_bytes`` have been copied back.
     - During backward the device holds the bytes of earlier blocks and the running block's
-      ``backward_bytes``. It also holds the ``link_bytes`` of the ``prefetch`` blocks before the running block
-      in forward order.
+      ``backward_bytes``. It also holds the ``gradient_bytes`` of the later blocks, and the ``link_bytes`` of
+      the ``prefetch`` blocks before the running block in forward order.
     - Copies slow down the computation that runs beside them, by ``copy_share`` of the time of the copies.
 
     The solver is a dynamic program over Pareto-optimal states, without states that a Lagrangian lower bound
     rules out. The solver is exact up to 100000 states; with more, ``least_seconds`` bounds how far the plan
-    is from the optimum. Equal blocks make few states, so round the measured numbers, or give equal blocks the
+    is from the optimum. If the solver has dropped all states that fit into the budget, it returns the last plan
+    of :func:`checkpoint_frontier` that does. Equal blocks make few states, so round the measured numbers, or give equal blocks the
     same numbers. Two hundred equal blocks take about half a second.
 
     Args:
@@ -150,6 +163,54 @@ def checkpoint_plan(
         prefetch=prefetch,
     )
     return CheckpointPlan(tuple(plan), _names(blocks, plan), tuple(pending), peak, seconds, least)
+
+
+def checkpoint_frontier(
+    blocks: Sequence[PlanBlock],
+    *,
+    out_bytes_per_second: float = 0.0,
+    in_bytes_per_second: float = 0.0,
+    copy_share: float = 0.0,
+    prefetch: int = 1,
+) -> list[CheckpointPlan]:
+    """Return the plans that are the fastest for some budget, from the smallest peak memory to the least time.
+
+    Each plan has a higher peak and takes less time than the one before it. The fastest plan within a budget is
+    therefore the last one whose peak is within it. Peak and time are those that :func:`checkpoint_plan`
+    predicts.
+
+    Without copies to the host, the result is exact while at most 1024 partial plans remain after each block;
+    with more, the plans are a selection along the whole range of budgets. If some treatments have
+    ``link_bytes``, forward waits as it would for one of 9 budgets, and the result is a selection.
+
+    Args:
+        blocks: the blocks in the order of forward, at most 1000.
+        out_bytes_per_second: as for :func:`checkpoint_plan`, like the other arguments.
+
+    Returns:
+        The plans.
+
+    Raises:
+        RuntimeError: a number is out of range.
+
+    Example:
+        >>> from shoestring.checkpoint.planner import PlanBlock, PlanChoice, checkpoint_frontier
+        >>> choices = [PlanChoice("keep", bytes=100), PlanChoice("recompute", bytes=10, extra_seconds=1.0)]
+        >>> plans = checkpoint_frontier([PlanBlock(1.0, 2.0, choices)] * 3)
+        >>> [(plan.peak_bytes, plan.seconds) for plan in plans]
+        [(30, 12.0), (120, 11.0), (210, 10.0), (300, 9.0)]
+    """
+    found = torch.ops.shoestring.checkpoint_frontier(
+        *_flat(blocks),
+        out_bytes_per_second=out_bytes_per_second,
+        in_bytes_per_second=in_bytes_per_second,
+        copy_share=copy_share,
+        prefetch=prefetch,
+    )
+    return [
+        CheckpointPlan(tuple(plan), _names(blocks, plan), tuple(pending), peak, seconds, seconds)
+        for plan, pending, peak, seconds in zip(*found, strict=True)
+    ]
 
 
 def simulate_checkpoint_plan(
@@ -201,4 +262,5 @@ def _flat(blocks: Sequence[PlanBlock]) -> tuple[list[float] | list[int], ...]:
         [choice.link_bytes for choice in choices],
         [choice.forward_bytes for choice in choices],
         [choice.backward_bytes for choice in choices],
+        [block.gradient_bytes for block in blocks],
     )

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from shoestring.checkpoint.function import checkpoint
+from shoestring.core.errors import InputError
+from shoestring.core.presence import is_away
 
 
 def tiled(fn: Callable[..., Tensor], x: Tensor, *, tiles: int, dim: int = -2, **options: Any) -> Tensor:
@@ -87,7 +89,8 @@ def tiled_features(
         The tensor ``fn(x, *weights)``.
 
     Raises:
-        ValueError: tiles is out of range, the lengths of the weights differ, or ``combine`` is unknown.
+        ValueError: tiles is out of range, the lengths of the weights differ, ``combine`` is unknown, or a weight
+            is away; :func:`tile_layers` splits layers whose weights are away.
 
     Example:
         >>> x, up, down = torch.randn(4, 8), torch.randn(32, 8), torch.randn(8, 32)
@@ -97,6 +100,11 @@ def tiled_features(
         >>> torch.allclose(y, mlp(x, up, down), atol=1e-3)
         True
     """
+    if not torch.compiler.is_compiling() and any(is_away(weight) for weight, _ in weights):
+        raise InputError(
+            "tiled_features: weights: expected weights on their device, received one that is away. Split its layer by "
+            "tile_layers, and call offload_weights after it, which brings the tiles one by one."
+        )
     lengths = {weight.shape[dim] for weight, dim in weights}
     if len(lengths) != 1:
         raise ValueError(

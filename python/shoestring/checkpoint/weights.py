@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -10,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoestring.checkpoint.blocks import find_blocks
+from shoestring.checkpoint.blocks import find_blocks, listed_blocks
 from shoestring.checkpoint.conversions import allow_conversions, refuse_conversions
 from shoestring.checkpoint.embedding_rows import RowsOnDemand, bring_rows
+from shoestring.checkpoint.tiled_layers import Tile, TiledLayer
 from shoestring.core.errors import InputError
 from shoestring.core.module_argument import check_module
 from shoestring.core.presence import BRINGS_WEIGHTS, PRESENT, Presence
@@ -102,7 +104,7 @@ def offload_weights(
             "whose weights are offloaded already; call undo() first"
         )
     steps = optimizer is not None
-    block_modules = find_blocks(model, blocks, "offload_weights")
+    block_modules = _find_blocks_and_tiles(model, blocks)
     table_modules = find_tables(model, tables, block_modules)
     if param_init_fn is not None:
         return _offload_while_made(model, block_modules, table_modules, to, keep, steps, param_init_fn)
@@ -171,6 +173,34 @@ def _offload_while_made(
     return handle
 
 
+def _find_blocks_and_tiles(
+    model: nn.Module, blocks: Sequence[str | type | nn.Module] | None
+) -> dict[str, nn.Module]:
+    """Return the blocks by name, in the order in which they run.
+
+    Each tile of a layer is a block by itself. So are the other submodules of a block with a tiled layer.
+    """
+    if not any(isinstance(module, TiledLayer) for module in model.modules()):
+        return find_blocks(model, blocks, "offload_weights")
+    has_blocks = blocks is not None or listed_blocks(model)
+    found = find_blocks(model, blocks, "offload_weights") if has_blocks else {}
+    result = {}
+
+    def visit(name: str, module: nn.Module, is_inside: bool) -> None:
+        is_inside = is_inside or name in found
+        if isinstance(module, Tile) or (
+            is_inside and not any(isinstance(part, TiledLayer) for part in module.modules())
+        ):
+            if any(p.nbytes >= LEAST for p in module.parameters()):
+                result[name] = module
+            return
+        for child_name, child in module.named_children():
+            visit(f"{name}.{child_name}" if name else child_name, child, is_inside)
+
+    visit("", model, False)
+    return result
+
+
 def is_table(module: nn.Module) -> bool:
     """Return whether a module can be a table: a frozen embedding or linear layer with a dense weight."""
     weight: Any = getattr(module, "weight", None)
@@ -225,8 +255,19 @@ def check_place(to: str, keep: int) -> None:
         raise InputError(f"offload_weights: keep: expected a number of bytes of at least 0, received {keep}")
 
 
+def bytes_here(model: nn.Module) -> int:
+    """Return the bytes of a model's weights and buffers, without those that are away from its device now."""
+    size = sum(storages([*model.parameters(), *model.buffers()]).values())
+    if not hasattr(model, OWNER):
+        return size
+    figures = OffloadedWeights.of(model).statistics()
+    return size - figures["away"] + figures["device"]
+
+
 class OffloadedWeights:
     """The weights of a model that are away from its device; ``offload_weights`` returns it.
+
+    ``place`` is where they are, as ``to`` of ``offload_weights``, and ``keep`` is how many bytes stay.
 
     Example:
         >>> blocks = torch.nn.Sequential(*(torch.nn.Linear(128, 128) for _ in range(3)))
@@ -242,6 +283,7 @@ class OffloadedWeights:
         self, model: nn.Module, device: torch.device, to: str, keep: int, steps: bool = False
     ) -> None:
         self._model = model
+        self.place, self.keep = to, keep
         self._store = torch.classes.shoestring.WeightStore(device, to.partition(":")[2], keep, steps)
         self._indices: dict[nn.Module, int] = {}
         self._tables: dict[int, int] = {}  # key of a table's storage -> index
@@ -288,6 +330,18 @@ class OffloadedWeights:
           device now; ``host``: host memory; ``disk``: the size of the file.
         """
         return dict(self._store.statistics())
+
+    def read_seconds(self) -> float:
+        """Return the time to bring all weights that are away to the device, computed from that of some blocks."""
+        blocks = {self._indices[block]: block for block in self._indices}
+        read, began = self.statistics()["fetched"], time.perf_counter()
+        for index in sorted(blocks)[:: max(1, len(blocks) // 4)]:
+            with self.present(blocks[index], changed=False):
+                pass
+        seconds = time.perf_counter() - began
+        figures = self.statistics()
+        fetched = figures["fetched"] - read  # nothing if these blocks are on the device
+        return seconds * figures["away"] / fetched if fetched else 0.0
 
     def undo(self) -> None:
         """Bring all weights back to the device, and leave the model as it was."""

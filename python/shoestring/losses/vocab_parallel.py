@@ -1,5 +1,6 @@
 """Cross-entropy of a linear layer whose classes are sharded over the ranks of a process group."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -174,20 +175,50 @@ def vocab_parallel_linear_cross_entropy(
     largest = lse.detach().clone()
     dist.all_reduce(largest, dist.ReduceOp.MAX, group)
     here = _owned(target, first, classes) & counted
-    # The loss is the log-sum-exp of all shards minus the target's logit. All terms are differences to `largest`,
-    # since the loss may be small compared with both.
-    from_largest = (largest - lse).masked_fill(~here, 0) + target_loss
-    terms = torch.stack([(lse - largest).exp(), from_largest, here.to(largest.dtype)])
-    sums = _Summed.apply(terms, group)  # type: ignore[no-untyped-call]
-    _check_owners(where, sums[2].detach(), counted)
-    log_sum = sums[0].log()
-    token_loss = torch.where(counted, log_sum + sums[1] + z_loss * (largest + log_sum).square(), 0)
+    token_loss, owners = loss_of_shards(
+        lse,
+        target_loss,
+        here,
+        largest,
+        z_loss,
+        lambda terms: _Summed.apply(terms, group),  # type: ignore[no-untyped-call]
+    )
+    _check_owners(where, owners, counted)
 
-    each = counted.to(log_sum.dtype) if token_weights is None else token_weights.to(log_sum.dtype) * counted
-    loss = token_loss * each
+    each = (
+        counted.to(token_loss.dtype)
+        if token_weights is None
+        else token_weights.to(token_loss.dtype) * counted
+    )
+    loss = token_loss.masked_fill(~counted, 0) * each
     if reduction == "none":
         return loss
     return loss.sum() / each.sum() if reduction == "mean" else loss.sum()
+
+
+def loss_of_shards(
+    lse: Tensor,
+    target_loss: Tensor,
+    here: Tensor,
+    largest: Tensor,
+    z_loss: float,
+    add: Callable[[Tensor], Tensor],
+) -> tuple[Tensor, Tensor]:
+    """Return the loss of each token, and the number of shards that have its target.
+
+    All terms are differences to ``largest``, since the loss may be small compared with the log-sum-exp.
+
+    Args:
+        lse, target_loss: the results of ``_linear_cross_entropy_shard``.
+        here: whether the target of a token belongs to the shard.
+        largest: the maximum of lse over the shards.
+        z_loss: as for ``linear_cross_entropy``.
+        add: returns the sum of a tensor (3, *lse.shape) over the shards.
+    """
+    from_largest = (largest - lse).masked_fill(~here, 0) + target_loss
+    sums = add(torch.stack([(lse - largest).exp(), from_largest, here.to(largest.dtype)]))
+    log_sum = sums[0].log()
+    return log_sum + sums[1] + z_loss * (largest + log_sum).square(), sums[2].detach()
 
 
 def _owned(target: Tensor, first_class: int, classes: int) -> Tensor:

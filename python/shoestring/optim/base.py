@@ -309,7 +309,6 @@ class LowMemoryOptimizer(StateDicts, GradientHooks):
             raise
         self._watch(self.param_groups[-1]["params"])
 
-    @one_thread
     def _step(self) -> None:
         if self._is_retired:
             raise RuntimeError(

@@ -101,7 +101,6 @@ class LowRankOptimizer(Steps):
             expect_rows(self._name, i, p)
         self._virtual.add(group)
 
-    @one_thread
     def _step(self) -> None:
         self.grad_norm = self._virtual.step(self.param_groups, self.state, self.max_grad_norm)
 

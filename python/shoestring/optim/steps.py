@@ -8,11 +8,12 @@ import torch
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
+from shoestring.core.one_thread import one_thread
 from shoestring.optim.interrupts import Uninterrupted
 
 
 class Steps(Optimizer):
-    """An optimizer whose class takes the step in ``_step``."""
+    """An optimizer whose class takes the step in ``_step``, which one thread at a time runs."""
 
     _step: Callable[[], None]
 
@@ -27,13 +28,17 @@ class Steps(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._step_alone()
+        return loss
+
+    @one_thread
+    def _step_alone(self) -> None:
         # C++ reads ``grad`` without Python's lock. Another thread that replaces a gradient would free it meanwhile.
         groups = self.param_groups if threading.active_count() > 1 else []
         gradients = [p.grad for group in groups for p in group["params"]]
         with Uninterrupted():
             self._step()
         del gradients
-        return loss
 
     @property
     def _name(self) -> str:

@@ -362,6 +362,27 @@ def _slice(
     return rows
 
 
+def join_rows(slices: Sequence[QuantizedTensor]) -> QuantizedTensor:
+    """Join consecutive slices of the rows of one tensor into a copy of this tensor.
+
+    Raises:
+        ValueError: the slices are not of one tensor.
+    """
+    first = slices[0]
+    nested = first.nested
+    for q in slices:
+        is_same = q.__tensor_flatten__() == first.__tensor_flatten__()
+        if is_same and nested is not None and q.nested is not None:
+            is_same = torch.equal(q.nested[:HEAD], nested[:HEAD])  # the offset and the table
+        if not is_same:
+            raise ValueError(f"QuantizedTensor: expected slices of one tensor, received {first!r} and {q!r}")
+    if nested is not None:
+        scales = [q.nested[HEAD:] for q in slices if q.nested is not None]
+        nested = NestedScales.of(nested)._replace(scales=torch.cat(scales)).join()
+    packed, absmax = torch.cat([q.packed for q in slices]), torch.cat([q.absmax for q in slices])
+    return first._of(packed, absmax, nested, (packed.shape[0], *first.shape[1:]))
+
+
 def _check_rows(q: QuantizedTensor, dim: int, step: int = 1) -> None:
     if dim % q.dim() or step != 1 or q.packed.dim() != q.dim():
         form = "flat" if q.packed.dim() != q.dim() else "row-packed"

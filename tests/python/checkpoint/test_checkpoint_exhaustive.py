@@ -15,6 +15,7 @@ from torch import nn
 import shoestring
 from shoestring.checkpoint import model as planner
 from shoestring.checkpoint.blocks import Treatment, treat
+from shoestring.checkpoint.costs import CHOICES
 from shoestring.checkpoint.planner import PlanBlock, checkpoint_plan, simulate_checkpoint_plan
 
 
@@ -52,7 +53,7 @@ def test_no_other_plan_is_better(depth: int, width: int, monkeypatch: pytest.Mon
     peaks = {}
     for names_of_plan in itertools.product(names, repeat=depth):
         undo = [
-            treat(layer, Treatment(planner.CHOICES[name]))
+            treat(layer, Treatment(CHOICES[name]))
             for layer, name in zip(model.layers, names_of_plan, strict=True)
         ]
         peaks[names_of_plan] = step(model)[0]

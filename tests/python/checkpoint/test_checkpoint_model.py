@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import shoestring
 from offload_faults import disturb_offload
-from shoestring.checkpoint import model as planner
+from shoestring.checkpoint import costs as planner
 from shoestring.checkpoint.measure import metered
 
 
@@ -52,13 +52,16 @@ class Model(nn.Module):
 TOKENS = torch.arange(2 * 128).view(2, 128) % 50
 
 
-def step(model: nn.Module) -> tuple[int, list[Tensor]]:
+def step(model: nn.Module, autocast: bool = False) -> tuple[int, list[Tensor]]:
     """Return the peak memory of a step in bytes, without gradients of parameters; and these gradients."""
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     torch.manual_seed(3)
     with metered() as meter:
-        model(TOKENS).backward()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast, cache_enabled=False):
+            loss = model(TOKENS)
+        loss.backward()
+        del loss
         peak = meter.peak()
     return peak, [p.grad for p in model.parameters() if p.grad is not None]
 
@@ -147,6 +150,23 @@ def test_a_budget_is_kept_and_predicted(part: float) -> None:
     kept = [choice for _, choice in report.blocks].count("keep")
     assert kept == 6 if part > 1 else kept < 6
     assert "predicted:" in str(report)
+
+
+@pytest.mark.parametrize("part", [1.05, 0.7])
+def test_blocks_are_measured_under_the_autocast_of_the_step(part: float) -> None:
+    model = Model()
+    plain, expected = step(model, autocast=True)
+
+    def example() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            loss: Tensor = model(TOKENS)
+            return loss
+
+    report = shoestring.checkpoint_model(model, budget=int(plain * part), example=example)
+    peak, gradients = step(model, autocast=True)
+    assert all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))
+    assert report.plan is not None
+    assert peak <= plain * part and abs(peak - report.plan.peak_bytes) <= 0.05 * peak
 
 
 # `part` is the budget as a share of the peak memory without checkpoints. With both shares, the plan offloads

@@ -3,6 +3,7 @@
 import itertools
 import random
 import time
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -13,6 +14,7 @@ from shoestring.checkpoint.planner import (
     CheckpointPlan,
     PlanBlock,
     PlanChoice,
+    checkpoint_frontier,
     checkpoint_plan,
     simulate_checkpoint_plan,
 )
@@ -60,7 +62,8 @@ def simulate(
         end += Fraction(blocks[i].backward_seconds) + Fraction(chosen[i].extra_seconds)
         end += Fraction(share) * chosen[i].link_bytes / back
         own = max(chosen[i].backward_bytes, chosen[i].bytes + chosen[i].link_bytes)
-        peak = max(peak, held + own + sum(c.link_bytes for c in chosen[max(0, i - prefetch) : i]))
+        left = sum(block.gradient_bytes for block in blocks[i + 1 :])
+        peak = max(peak, held + own + left + sum(c.link_bytes for c in chosen[max(0, i - prefetch) : i]))
     return peak, end
 
 
@@ -85,6 +88,7 @@ def random_blocks(rng: random.Random) -> list[PlanBlock]:
                     PlanChoice("offload", rng.choice([0, least]), 0.0, size - least, **peaks),
                     PlanChoice("recompute, input offloaded", 0, forward, least, **peaks),
                 ][: rng.randint(2, 4)],
+                rng.choice([0, rng.randint(1, 100)]),
             )
         )
     return blocks
@@ -130,6 +134,38 @@ def test_best_of_all_plans(model: int, seed: int) -> None:
         )
 
 
+@pytest.mark.parametrize("model", range(24))
+def test_frontier_has_the_best_plan_of_every_budget(model: int, seed: int) -> None:
+    rng = random.Random(f"{seed} {model}")
+    blocks, prefetch = random_blocks(rng), rng.randint(1, 4)
+    copies = model % 2 == 0
+    if not copies:
+        blocks = [replace(block, choices=[c for c in block.choices if not c.link_bytes]) for block in blocks]
+    out, back = rng.choice([16, 64, 256]), rng.choice([16, 64, 256])
+    options: dict[str, Any] = {"prefetch": prefetch}
+    if copies:
+        options |= {"out_bytes_per_second": out, "in_bytes_per_second": back}
+    frontier = checkpoint_frontier(blocks, **options)
+    peaks, seconds = [plan.peak_bytes for plan in frontier], [plan.seconds for plan in frontier]
+    assert peaks == sorted(set(peaks)) and seconds == sorted(set(seconds), reverse=True)
+    worst = 1.0
+    for i, plan in enumerate(frontier):
+        # The next plan of the frontier needs its own peak, so up to there no plan is faster.
+        budget = peaks[i + 1] - 1 if i + 1 < len(peaks) else 10**6
+        best = checkpoint_plan(blocks, budget, **options)
+        assert best.seconds <= plan.seconds + 1e-9
+        worst = max(worst, plan.seconds / best.seconds)
+        within = checkpoint_plan(blocks, plan.peak_bytes, **options)
+        assert within.seconds <= plan.seconds + 1e-9  # the plan exists
+        assert plan.names == tuple(
+            block.choices[c].name for block, c in zip(blocks, plan.choices, strict=True)
+        )
+    with pytest.raises(RuntimeError, match=f"expected at least {peaks[0]} bytes"):
+        checkpoint_plan(blocks, peaks[0] - 1, **options)
+    # Without copies the frontier is exact. With copies, forward waits as it would for one of 9 budgets.
+    assert worst <= (1.25 if copies else 1 + 1e-12), worst
+
+
 def alike(count: int, budget: float, bandwidth: float, prefetch: int = 1) -> CheckpointPlan:
     peaks = {"forward_bytes": 130_000_000, "backward_bytes": 160_000_000}
     block = PlanBlock(
@@ -160,6 +196,31 @@ def test_two_hundred_blocks(budget: float, bandwidth: float) -> None:
     plan = alike(200, budget, bandwidth)
     assert plan.least_seconds == plan.seconds
     assert time.process_time() - start < 3  # planning 200 blocks takes about 0.4 s on an idle machine
+
+
+@pytest.mark.parametrize("chain", range(3))
+def test_the_smallest_budget_has_a_plan(chain: int, seed: int) -> None:
+    """Most partial plans of many different blocks are discarded, and with them all that fit into the smallest budget."""
+    rng = random.Random(f"{seed} {chain}")
+    blocks = []
+    for _ in range(24):
+        size, forward = rng.randint(20_000, 120_000), rng.randint(1, 9) / 8
+        least = rng.randint(1000, size // 4)
+        peaks = {name: rng.randint(size // 2, 2 * size) for name in ("forward_bytes", "backward_bytes")}
+        choices = [
+            PlanChoice("keep", size, **peaks),
+            PlanChoice("recompute", least, forward, **peaks),
+            PlanChoice("offload", rng.choice([0, least]), 0.0, size - least, **peaks),
+            PlanChoice("recompute, input offloaded", 0, forward, least, **peaks),
+        ]
+        blocks.append(PlanBlock(forward, rng.randint(1, 16) / 8, choices, rng.choice([0, least])))
+    link: dict[str, Any] = {"out_bytes_per_second": 16_000, "in_bytes_per_second": 64_000, "prefetch": 2}
+    first, *rest = checkpoint_frontier(blocks, **link)
+    found = checkpoint_plan(blocks, first.peak_bytes, **link)
+    assert found.peak_bytes == first.peak_bytes and found.least_seconds <= found.seconds <= first.seconds
+    assert all(plan.seconds < first.seconds for plan in rest)
+    with pytest.raises(RuntimeError, match=f"expected at least {first.peak_bytes} bytes"):
+        checkpoint_plan(blocks, first.peak_bytes - 1, **link)
 
 
 def test_wide_problem_states_how_far_off_it_can_be() -> None:
@@ -237,10 +298,10 @@ def test_simulated_plan_has_to_name_choices() -> None:
     block = PlanBlock(1, 1, [PlanChoice("keep", 5)])
     with pytest.raises(RuntimeError, match="choices: expected one for each of 1 blocks, received 0"):
         torch.ops.shoestring.simulate_checkpoint_plan(
-            [1.0], [1.0], [1], [5], [0.0], [0], [0], [0], [], budget=5
+            [1.0], [1.0], [1], [5], [0.0], [0], [0], [0], [0], [], budget=5
         )
     with pytest.raises(RuntimeError, match="choices: expected 0 to 0 for block 0, received 1"):
         torch.ops.shoestring.simulate_checkpoint_plan(
-            [1.0], [1.0], [1], [5], [0.0], [0], [0], [0], [1], budget=5
+            [1.0], [1.0], [1], [5], [0.0], [0], [0], [0], [0], [1], budget=5
         )
     assert simulate_checkpoint_plan([block], [0], 4).peak_bytes == 5

@@ -208,6 +208,28 @@ at::Tensor tiled_features(F fn, const at::Tensor& x,
   return total.to(part.scalar_type());
 }
 
+/// Returns the rows at which the tiles of a weight (rows, columns) begin, and then `rows`: tile i is rows
+/// [result[i], result[i + 1]). Tiles begin at multiples of 256 elements of the weight where the number of
+/// tiles allows it, so that 8-bit optimizer state of the tiles has the blocks that the state of the whole
+/// weight has.
+SHOESTRING_API std::vector<int64_t> tile_rows(int64_t rows, int64_t columns, int64_t tiles);
+
+/// Returns the outputs of the tiles of one layer for x, concatenated along the last dimension. The tiles are
+/// layers with rows of the weight each. The gradient of x is summed in fp32 and rounded once. Backward of a
+/// tile ends before backward of the one before it begins, so OffloadWeights needs the weights of two tiles at
+/// a time. Example, with a block of `offload` for each tile:
+///
+///     for (const auto& tile : tiles) offload.add(tile->parameters());
+///     std::vector<std::function<at::Tensor(const at::Tensor&)>> functions;
+///     for (size_t i = 0; i < tiles.size(); ++i) {
+///       functions.push_back([&, i](const at::Tensor& x) {
+///         return offload.run(i, x, [&](const at::Tensor& y) { return tiles[i]->forward(y); });
+///       });
+///     }
+///     y = tiled_outputs(functions, x);
+SHOESTRING_API at::Tensor tiled_outputs(
+    const std::vector<std::function<at::Tensor(const at::Tensor&)>>& tiles, const at::Tensor& x);
+
 /// Returns x itself and gives it a name for CheckpointOptions::keep. If the name is in `keep` of a
 /// surrounding checkpoint, that checkpoint stores all results of the operator that made x. Backward then does
 /// not compute these results again. Without such a checkpoint, tagging has no effect. x must not have been

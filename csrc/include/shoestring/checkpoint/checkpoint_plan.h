@@ -35,6 +35,10 @@ struct PlanBlock {
   double forward_seconds = 0;
   double backward_seconds = 0;
   std::vector<PlanChoice> choices;
+  /// Bytes that the block's backward leaves on the device until the end of backward, such as gradients of its
+  /// weights. The backward of all earlier blocks has them beside it. The block's own backward_bytes include
+  /// them already.
+  int64_t gradient_bytes = 0;
 };
 
 struct CheckpointPlanOptions {
@@ -68,7 +72,8 @@ struct CheckpointPlan {
 /// memory is within budget_bytes. Dynamic programming keeps the Pareto-optimal partial plans and discards
 /// partial plans that a lower bound rules out. The result is exact while there are at most 100000 partial
 /// plans, divided evenly among the blocks. Beyond that, only the partial plans with the lowest bounds
-/// continue, and least_seconds tells how far from optimal the result can be.
+/// continue, and least_seconds tells how far from optimal the result can be. If none of them fits into the
+/// budget in the end, the result is the last plan of checkpoint_frontier that does.
 ///
 /// The model of forward: the blocks run in order. After each block its link_bytes join the queue of copies to
 /// the host; each copied byte is freed at once. At every moment the device holds the `bytes` of the earlier
@@ -77,8 +82,8 @@ struct CheckpointPlan {
 ///
 /// The model of backward: it starts when the last copy has reached the host, and runs the blocks in reverse.
 /// A block waits until its link_bytes have arrived. The device then holds the `bytes` of the earlier blocks,
-/// the block's backward_bytes, and the link_bytes of the `prefetch` blocks before it. A block with copies
-/// computes longer, by copy_share times the duration of its copies.
+/// the block's backward_bytes, the gradient_bytes of the later blocks, and the link_bytes of the `prefetch`
+/// blocks before it. A block with copies computes longer, by copy_share times the duration of its copies.
 ///
 /// All times are whole picoseconds, so sums are exact.
 ///
@@ -86,6 +91,17 @@ struct CheckpointPlan {
 /// smallest budget with a plan.
 SHOESTRING_API CheckpointPlan checkpoint_plan(const std::vector<PlanBlock>& blocks, int64_t budget_bytes,
                                               const CheckpointPlanOptions& options = {});
+
+/// Returns the plans that are the fastest for some budget, in the order of their peak memory: the first one
+/// has the smallest peak of all plans, and each has a higher peak and takes less time than the one before it.
+/// The fastest plan within a budget is therefore the last one whose peak is within the budget. A plan that is
+/// taken from here has the peak and the time that checkpoint_plan predicts.
+///
+/// Without copies to the host, the result is exact while at most 1024 partial plans remain after each block;
+/// with more, the plans are a selection along the whole range of budgets. If some choices have link_bytes,
+/// forward waits as it would for one of 9 budgets, and the result is a selection.
+SHOESTRING_API std::vector<CheckpointPlan> checkpoint_frontier(const std::vector<PlanBlock>& blocks,
+                                                               const CheckpointPlanOptions& options = {});
 
 /// Predicts peak memory and time for given choices, with the model of checkpoint_plan. If the choices do not
 /// fit, the predicted peak is above budget_bytes.

@@ -10,7 +10,7 @@ set(SHOESTRING_READERS
     files/read_file files/safetensors files/safetensors_files files/safetensors_header
     integrations/model_files integrations/quantized_keys adapters/config_digest adapters/config_fields adapters/load
     adapters/names adapters/pattern adapters/pattern_syntax adapters/peft_config adapters/virtual_tokens optim/core/files
-    optim/core/saved)
+    optim/core/saved planning/check planning/plan_json)
 
 # Compiles source files of a target (absolute paths) as one translation unit: build/unity/TARGET/unity_NAME.cpp.
 function(shoestring_unit target name)

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 import shoestring
 from benchmarks.common import arguments
-from benchmarks.distributed.bench_link import measure_link
+from shoestring.distributed import measure_link
 from shoestring.training.estimate.config import EstimateConfig
 from shoestring.training.estimate.ranks import estimate_rank
 
@@ -102,7 +102,7 @@ def worker(rank: int, width: int, rows: int, out: Path) -> None:
     dist.init_process_group(
         "gloo", init_method="tcp://10.0.0.1:29500", rank=rank, world_size=2, timeout=timedelta(seconds=60)
     )
-    link = measure_link([1 << 18, 1 << 20, 4 << 20], 5)
+    link = measure_link(sizes=[1 << 18, 1 << 20, 4 << 20])
     make = functools.partial(network, width)
     found = []
     for strategy, compress in WAYS:

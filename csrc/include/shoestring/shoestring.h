@@ -24,6 +24,8 @@
 #include <shoestring/nn.h>
 #include <shoestring/ops.h>
 #include <shoestring/optim.h>
+#include <shoestring/planning/plan_training.h>
+#include <shoestring/planning/sequence_plan.h>
 #include <shoestring/runs/callbacks.h>
 #include <shoestring/runs/find_batch_size.h>
 #include <shoestring/runs/find_lr.h>

@@ -43,6 +43,11 @@ def reset_peak() -> bool:
     return True
 
 
+def return_freed() -> None:
+    """Return the memory of freed CPU tensors to the system, as far as an allocator still holds it."""
+    torch.ops.shoestring._host_allocator_empty_cache()
+
+
 def spare_bytes() -> tuple[int, int]:
     """Return the bytes of memory of the machine, and those that this process can still use without swapping.
 

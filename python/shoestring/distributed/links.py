@@ -1,10 +1,19 @@
-"""The time and the bytes of collectives over a link, by formulas of its latency and bandwidth."""
+"""Measure a link, and compute the time and the bytes of collectives over it by formulas of its latency and bandwidth."""
 
 from __future__ import annotations
 
 import re
+import statistics
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from shoestring.core.device import synchronize
+from shoestring.distributed.groups import group_or_default
 
 _PREFIXES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _PREFIXES |= {"KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
@@ -65,6 +74,80 @@ class Link:
         name = next((name for name in "TGMK" if bits >= _PREFIXES[name]), "")
         unit, size = next(((u, s) for u, s in _SECONDS.items() if self.latency >= s), ("ns", 1e-9))
         return f"{bits / _PREFIXES[name]:.4g}{name}bit,{self.latency / size:.4g}{unit}"
+
+
+def measure_link(
+    device: torch.device | str = "cpu",
+    *,
+    sizes: Sequence[int] = (1 << 20, 4 << 20, 16 << 20),
+    repeats: int = 5,
+) -> Link:
+    """Measure the link between the first and the last rank of the default group, which are on two machines if any are.
+
+    The latency is half of the time of a message of 4 bytes and its answer. The bandwidth is the slope of the time of a
+    message and an answer of 4 bytes, by the size of the message. All ranks must call this function.
+
+    Args:
+        device: the device whose tensors are sent; the group needs a backend for it.
+        sizes: bytes of the messages, at least two different numbers.
+        repeats: messages of each size, of which the median counts.
+
+    Returns:
+        The same link on all ranks. Its text is what ``shoestring estimate --link`` and ``plan_training`` take.
+
+    Raises:
+        RuntimeError: no process group was initialised.
+        ValueError: there is one process, or ``sizes`` has fewer than two different numbers.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> try:
+        ...     link = shoestring.distributed.measure_link()
+        ... except ValueError:  # one process sends nothing
+        ...     link = shoestring.distributed.Link.parse("10Gbit,50us")
+        >>> str(link)
+        '10Gbit,50us'
+        >>> dist.destroy_process_group()
+    """
+    group = group_or_default(None, "measure_link")
+    rank, last = dist.get_rank(group), dist.get_world_size(group) - 1
+    if last == 0:
+        raise ValueError("measure_link: expected two or more processes, received one, which sends nothing")
+    if len({*sizes}) < 2:
+        raise ValueError(f"measure_link: sizes: expected two or more different numbers, received {[*sizes]}")
+    place = torch.device(device)
+    found = torch.zeros(2, dtype=torch.float64, device=place)
+    if rank in (0, last):
+        peer = last - rank
+        answer = torch.zeros(1, device=place)
+
+        def median(size: int, times: int) -> float:
+            message = torch.zeros(max(1, size // 4), device=place)
+            seconds = []
+            for _ in range(times + 1):
+                synchronize(place)
+                began = time.perf_counter()
+                if rank == 0:
+                    dist.send(message, peer)
+                    dist.recv(answer, peer)
+                else:
+                    dist.recv(message, peer)
+                    dist.send(answer, peer)
+                synchronize(place)
+                seconds.append(time.perf_counter() - began)
+            return statistics.median(seconds[1:])
+
+        latency = median(4, 20 * repeats) / 2
+        seconds = [median(size, repeats) for size in sizes]
+        slope = statistics.linear_regression(sizes, seconds).slope
+        if slope <= 0:
+            # The times differ by noise alone, so the bandwidth is at least that of the largest message.
+            slope = max(seconds) / max(sizes)
+        found[0], found[1] = 1 / slope, latency
+    dist.broadcast(found, 0)
+    bandwidth, latency = found.tolist()
+    return Link(bandwidth, latency)
 
 
 class _Volumes(NamedTuple):

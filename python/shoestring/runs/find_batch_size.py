@@ -77,8 +77,8 @@ def find_batch_size(
 
     Sizes are doubled until one does not fit, and then bisected. Each trial takes two steps, because the first one
     creates gradients and optimizer state while the second one has them from the beginning. Afterwards weights,
-    buffers, gradients, states and random numbers are as before, bit for bit; a copy is kept in host memory
-    meanwhile, which the search therefore does not count as free.
+    buffers, gradients, states and random numbers are as before, bit for bit, and modules are in the mode of training or
+    evaluation that they had. A copy is kept in host memory meanwhile, which the search therefore does not count as free.
 
     Args:
         step: takes one training step on this number of rows. Use the longest rows of the data: a size that was found

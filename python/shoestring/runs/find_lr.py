@@ -97,7 +97,7 @@ def find_lr(
 
     The rate at which the loss falls most steeply is a good peak of a schedule. Afterwards weights (of the model and of
     the optimizers), buffers, gradients, states of optimizers, parts and random numbers are as before, bit for bit, also
-    if ``step`` raises. A copy of them is kept in host memory meanwhile.
+    if ``step`` raises. So is the mode of training or evaluation. A copy is kept in host memory meanwhile.
 
     Args:
         step: takes one training step, with a call that clears the gradients, and returns the loss. It must leave

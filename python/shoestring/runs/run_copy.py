@@ -16,8 +16,8 @@ from shoestring.runs.training_file import Stateful, random_states, set_random_st
 class RunCopy:
     """Copies weights, buffers, gradients, states of optimizers and parts, and random states, to restore them.
 
-    The weights are those of the model and of the optimizers. ``restore()`` may be called several times. ``what`` begins
-    errors.
+    The weights are those of the model and of the optimizers. Modules get the mode back that they had, of training or
+    evaluation. ``restore()`` may be called several times. ``what`` begins errors.
 
     Raises:
         ValueError: an optimizer holds gradients of ``accumulate()``, which a restored state would drop.
@@ -36,6 +36,7 @@ class RunCopy:
         self._copy = HostCopy(weights.values(), [*optimizers, *parts.values()], [model])
         self._gradients = [(p, None if p.grad is None else p.grad.clone()) for p in weights.values()]
         self._random = random_states()
+        self._modes = [(module, module.training) for module in model.modules()]
 
     def restore(self) -> None:
         """Make the run what it was, bit for bit.
@@ -43,7 +44,8 @@ class RunCopy:
         If a part refuses its state, everything else is restored before the error is raised.
         """
         gradients = (partial(_set_gradient, p, gradient) for p, gradient in self._gradients)
-        call_all([self._copy.restore, *gradients, partial(set_random_states, *self._random)])
+        modes = (partial(setattr, module, "training", mode) for module, mode in self._modes)
+        call_all([self._copy.restore, *gradients, *modes, partial(set_random_states, *self._random)])
 
 
 def _set_gradient(parameter: Tensor, gradient: Tensor | None) -> None:

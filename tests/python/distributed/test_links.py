@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 import random
+from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from torch import nn
 
-from shoestring.distributed.links import Collective, Link
+from processes import run
+from shoestring.distributed import Link, measure_link
+from shoestring.distributed.links import Collective
+from shoestring.distributed.rank_program import Setting, replicated, sharded
 from shoestring.distributed.step_program import Program, sent_bytes
-from shoestring.training.estimate.rank_program import Setting, replicated, sharded
 
 MODEL = nn.Sequential(nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(5))))
 SIZE = sum(p.nbytes for p in MODEL.parameters())
@@ -43,6 +47,30 @@ def test_links_are_read_as_people_write_them(text: str, bandwidth: float, latenc
 def test_other_links_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="^expected a?"):
         Link.parse(text)
+
+
+def _measured(rank: int) -> None:
+    link = measure_link(sizes=[1 << 18, 4 << 20], repeats=3)
+    assert 0 < link.latency < 1 and 1e5 < link.bandwidth < 1e13
+    assert Link.parse(str(link)).bandwidth == pytest.approx(link.bandwidth, rel=1e-3)
+    every: list[Link | None] = [None] * 3
+    dist.all_gather_object(every, link)
+    assert every == [link] * 3
+    with pytest.raises(ValueError, match="^measure_link: sizes: expected two or more different numbers"):
+        measure_link(sizes=[4, 4])
+
+
+def test_all_ranks_get_the_link_that_two_of_them_measure(tmp_path: Path) -> None:
+    run(3, tmp_path, _measured)
+
+
+def test_a_link_needs_two_processes() -> None:
+    with pytest.raises(RuntimeError, match="^measure_link: expected an initialised process group"):
+        measure_link()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with pytest.raises(ValueError, match="^measure_link: expected two or more processes, received one"):
+        measure_link()
+    dist.destroy_process_group()
 
 
 def test_closed_forms_of_collectives() -> None:

@@ -10,27 +10,27 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 
 from shoestring.core.errors import InputError
+from shoestring.distributed import rank_program
 from shoestring.distributed.compress import BITS
 from shoestring.distributed.links import Collective, Link
 from shoestring.distributed.parallelize import STRATEGIES
-from shoestring.distributed.step_program import Program, sent_bytes
-from shoestring.optim.state_layout import blocks
-from shoestring.training import memory
-from shoestring.training.conflicts import parallel_conflicts
-from shoestring.training.estimate import formulas, rank_program
-from shoestring.training.estimate.config import EstimateConfig
-from shoestring.training.estimate.formulas import State, StateArena
-from shoestring.training.estimate.rank_layout import (
-    Range,
+from shoestring.distributed.rank_layout import (
+    RankPart,
     ddp_buckets,
+    rank_parts,
     shard_bytes,
     shard_elements,
     shard_tensors,
-    split_arena,
     trained_of,
     units,
 )
-from shoestring.training.estimate.rank_program import Setting
+from shoestring.distributed.rank_program import Setting
+from shoestring.distributed.step_program import Program, sent_bytes
+from shoestring.optim import state_sizes
+from shoestring.training import memory
+from shoestring.training.conflicts import parallel_conflicts
+from shoestring.training.estimate import formulas
+from shoestring.training.estimate.config import EstimateConfig
 from shoestring.training.estimate.step import Estimate, add_activations, add_state, optimizers_of
 from shoestring.training.optimizers import trained
 from shoestring.training.options import refuse_together
@@ -194,7 +194,7 @@ def estimate_rank(model: nn.Module, config: EstimateConfig) -> RankEstimate:
     else:
         found.add("device", "weights", memory.weight_bytes(model), "parameters, scales and buffers")
         found.add("device", "gradients", formulas.tensor_bytes(params), "")
-        add_state(found, config, [formulas.optimizer_state(o) for o in optimizers_of(model, config)])
+        add_state(found, config, [state_sizes.optimizer_state(o) for o in optimizers_of(model, config)])
         if strategy == "ddp":
             program = rank_program.replicated(model, setting)
             _residuals(found, [bucket.elements for bucket in ddp_buckets(model)], setting.ranks, setting.bits)
@@ -276,7 +276,9 @@ def _sharded(found: Estimate, model: nn.Module, config: EstimateConfig, setting:
     def rows(p: Tensor) -> int:
         return shard_elements(p, shards)
 
-    add_state(found, config, [formulas.optimizer_state(o, rows) for o in optimizers_of(model, config)], own)
+    add_state(
+        found, config, [state_sizes.optimizer_state(o, rows) for o in optimizers_of(model, config)], own
+    )
     elements = [sum(rows(p) for p in trained_of(unit.params)) for unit in every]
     if config.parallel == "hsdp":
         _residuals(found, elements, setting.replicas, setting.bits)
@@ -295,37 +297,24 @@ def _split(found: Estimate, model: nn.Module, config: EstimateConfig, setting: S
     found.add("device", "weights", memory.weight_bytes(model), "parameters, scales and buffers")
     whole = formulas.tensor_bytes(trained(model))
     optimizers = optimizers_of(model, config)
-    states = [formulas.optimizer_state(o) for o in optimizers]
-    arenas = [arena for state in states for arena in state.arenas]
-    ranges: list[list[Range]] = [[] for _ in range(setting.ranks)]
-    factors: list[int] = [0] * setting.ranks
-    parts: list[list[StateArena]] = [[] for _ in range(setting.ranks)]
-    for arena in arenas:
-        own = split_arena(arena, setting.ranks, setting.gloo)
-        extras = {id(p): size for p, size in zip(arena.params, arena.extras, strict=True)}
-        for rank in range(setting.ranks):
-            ranges[rank] += own[rank]
-            factors[rank] += sum(extras[id(piece.param)] for piece in own[rank])
-            if own[rank]:
-                counts = [blocks(end - begin) for _, begin, end in own[rank]]
-                parts[rank].append(replace(arena, blocks=counts))
-    step = {"step": 4 * sum(len(arena.params) for arena in arenas)}
+    arenas = [arena for o in optimizers for arena in state_sizes.optimizer_state(o).arenas]
+    parts = rank_parts(arenas, setting.ranks, setting.gloo)
     splits = config.parallel == "zero2"
-    gradients = [sum(piece.bytes for piece in own) if splits else whole for own in ranges]
-    held = [sum(sum(arena.bytes().values()) for arena in own) for own in parts]
-    rank = max(range(setting.ranks), key=lambda r: gradients[r] + held[r] + factors[r])
-    found.add("device", "gradients", gradients[rank], "of the elements that the rank steps" if splits else "")
-    add_state(found, config, [State(parts[rank], formulas.total({"factors": factors[rank]}, step))])
+
+    def held(part: RankPart) -> int:
+        return (part.gradients if splits else whole) + sum(part.state.bytes().values())
+
+    rank = max(range(setting.ranks), key=lambda r: held(parts[r]))
+    gradients = parts[rank].gradients if splits else whole
+    found.add("device", "gradients", gradients, "of the elements that the rank steps" if splits else "")
+    add_state(found, config, [parts[rank].state])
+    params = [p for o in optimizers for group in o.param_groups for p in group["params"]]
     if not splits:
         _residuals(found, [bucket.elements for bucket in ddp_buckets(model)], setting.ranks, setting.bits)
-        program = rank_program.replicated(model, setting)
-        rank_program.copy_parts(program, setting, ranges)
-        return program
-    params = [p for o in optimizers for group in o.param_groups for p in group["params"]]
-    if setting.bits is not None and setting.ranks > 1:
+    elif setting.bits is not None and setting.ranks > 1:
         size = 4 * sum(p.numel() for p in params)
         found.add("device", "residuals", size, "what the codes of gradients have left out, fp32")
-    return rank_program.split_gradients(model, setting, params, ranges, rank)
+    return rank_program.split(config.parallel, model, setting, params, parts, rank)
 
 
 def choose(model: nn.Module, config: EstimateConfig) -> Choice:

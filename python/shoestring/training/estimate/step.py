@@ -9,11 +9,12 @@ import torch
 from torch import nn
 
 from shoestring.core.errors import InputError
+from shoestring.optim import state_sizes
 from shoestring.optim.offload import BUCKET_BYTES
+from shoestring.optim.state_sizes import State
 from shoestring.training import memory
 from shoestring.training.estimate import formulas
 from shoestring.training.estimate.config import EstimateConfig
-from shoestring.training.estimate.formulas import State
 from shoestring.training.estimate.weights import away_blocks, away_tables, offloaded_weights
 from shoestring.training.optimizers import Own, build, described, trained
 
@@ -81,7 +82,7 @@ def estimate(model: nn.Module, config: EstimateConfig) -> Estimate:
     params = trained(model)
     found = Estimate(sum(p.numel() for p in model.parameters()), sum(p.numel() for p in params))
     on_host = config.place == "cpu"
-    states = [formulas.optimizer_state(optimizer) for optimizer in optimizers_of(model, config)]
+    states = [state_sizes.optimizer_state(optimizer) for optimizer in optimizers_of(model, config)]
     leaves = config.weights_place is not None
     blocks, tables = (away_blocks(model, config), away_tables(model)) if leaves else ([], [])
     away = sum(block.weights for block in blocks) + sum(table.weights for table in tables)
@@ -135,7 +136,7 @@ def add_state(found: Estimate, config: EstimateConfig, states: list[State], own:
     """
     if config.place in (None, "cpu"):
         own, note = (own, "") if config.place is None else ("host", "ordinary memory")
-        for name, size in formulas.total(*(state.bytes() for state in states)).items():
+        for name, size in state_sizes.total(*(state.bytes() for state in states)).items():
             found.add(own, f"state: {name}", size, note)
         return
     discrete = own == "device" and config.device != "cpu"
@@ -150,10 +151,10 @@ def add_state(found: Estimate, config: EstimateConfig, states: list[State], own:
         largest = max(b - a for a, b in itertools.pairwise(edges))
         kept.append(arena.bytes(edges[-1]))
         slots.append(min(SLOTS, len(edges) - 1) * largest * arena.per_block)
-    sizes = formulas.total(*kept)
+    sizes = state_sizes.total(*kept)
     for name, size in sizes.items():
         found.add(place, f"state: {name}", size, note)
-    for name, size in formulas.total(*(state.rest for state in states)).items():
+    for name, size in state_sizes.total(*(state.rest for state in states)).items():
         found.add("device", f"state: {name}", size, "")
     size = sum(slots) if config.step_in_backward else max(slots, default=0)
     note = f"{SLOTS} chunks of state of {CHUNK_BYTES >> 20} MiB or a parameter"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from shoestring.checkpoint.blocks import listed_blocks
 from shoestring.distributed.groups import operators, plain_tensors
-from shoestring.training.estimate.formulas import StateArena
-from shoestring.training.optimizers import trained
+from shoestring.optim.state_layout import blocks
+from shoestring.optim.state_sizes import State, StateArena, total
 
 # Bytes of the buckets of DistributedDataParallel after its first step.
 DDP_BUCKETS = [1 << 20, 25 << 20]
@@ -69,7 +69,7 @@ class Unit:
         )
 
 
-def trained_of(params: Sequence[Tensor]) -> list[Tensor]:
+def trained_of(params: Iterable[Tensor]) -> list[Tensor]:
     """Return the parameters that require gradients."""
     return [p for p in params if p.requires_grad]
 
@@ -104,7 +104,7 @@ def units(model: nn.Module, ranks: int) -> list[Unit]:
 
 def ddp_buckets(model: nn.Module) -> list[Bucket]:
     """Return the buckets of DistributedDataParallel if gradients come in the reverse order of the parameters."""
-    params: list[Tensor] = [*reversed(trained(model))]
+    params: list[Tensor] = trained_of(model.parameters())[::-1]
     if not params:
         return []
     indices, _ = dist._compute_bucket_assignment_by_size(  # type: ignore[attr-defined]
@@ -117,6 +117,45 @@ def ddp_buckets(model: nn.Module) -> list[Bucket]:
 def split_arena(arena: StateArena, ranks: int, on_cpu: bool) -> list[list[Range]]:
     """Return the ranges of an arena's parameters that each rank steps."""
     return [[Range(*piece) for piece in own] for own in arena.core.split(arena.params, ranks, on_cpu)]
+
+
+@dataclass(frozen=True)
+class RankPart:
+    """The part of a model that one rank steps with "zero1" and "zero2".
+
+    Attributes:
+        ranges: the elements of parameters.
+        state: the sizes of their state.
+    """
+
+    ranges: list[Range]
+    state: State
+
+    @property
+    def gradients(self) -> int:
+        """Bytes of the gradients of the elements."""
+        return sum(piece.bytes for piece in self.ranges)
+
+
+def rank_parts(arenas: Sequence[StateArena], ranks: int, on_cpu: bool) -> list[RankPart]:
+    """Return the parts of all ranks; each has the steps of all parameters, since ranks count them on their own."""
+    steps = {"step": 4 * sum(len(arena.params) for arena in arenas)}
+    ranges: list[list[Range]] = [[] for _ in range(ranks)]
+    factors = [0] * ranks
+    own_arenas: list[list[StateArena]] = [[] for _ in range(ranks)]
+    for arena in arenas:
+        own = split_arena(arena, ranks, on_cpu)
+        extras = {id(p): size for p, size in zip(arena.params, arena.extras, strict=True)}
+        for rank in range(ranks):
+            ranges[rank] += own[rank]
+            factors[rank] += sum(extras[id(piece.param)] for piece in own[rank])
+            if own[rank]:
+                counts = [blocks(end - begin) for _, begin, end in own[rank]]
+                own_arenas[rank].append(replace(arena, blocks=counts))
+    return [
+        RankPart(ranges[rank], State(own_arenas[rank], total({"factors": factors[rank]}, steps)))
+        for rank in range(ranks)
+    ]
 
 
 def owned_buckets(params: Sequence[Tensor], ranges: list[list[Range]], bucket_bytes: int) -> list[Bucket]:

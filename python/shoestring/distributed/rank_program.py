@@ -12,13 +12,10 @@ from torch import Tensor, nn
 from shoestring.distributed.diloco import BUCKET
 from shoestring.distributed.groups import operators
 from shoestring.distributed.links import Collective
-from shoestring.distributed.shard import BUCKET_BYTES
-from shoestring.distributed.step_program import Program
-from shoestring.quantization.compress_gradient import compressed_gradient_bytes
-from shoestring.training.estimate.formulas import tensor_bytes
-from shoestring.training.estimate.rank_layout import (
+from shoestring.distributed.rank_layout import (
     Bucket,
     Range,
+    RankPart,
     Unit,
     compute_shares,
     ddp_buckets,
@@ -29,7 +26,9 @@ from shoestring.training.estimate.rank_layout import (
     trained_of,
     units,
 )
-from shoestring.training.optimizers import trained
+from shoestring.distributed.shard import BUCKET_BYTES
+from shoestring.distributed.step_program import Program
+from shoestring.quantization.compress_gradient import compressed_gradient_bytes
 
 UNDER_WAY = 4  # buckets of ZeRO-2 that are sent at the same time
 
@@ -100,7 +99,9 @@ def micro_batches(program: Program, model: nn.Module, setting: Setting, sums: in
 def replicated(model: nn.Module, setting: Setting) -> Program:
     """Return the program of "ddp": buckets are averaged while backward computes the others."""
     program = Program()
-    program.hold(tensor_bytes(trained(model)))  # gradients are views of the buckets, which stay
+    program.hold(
+        sum(p.nbytes for p in trained_of(model.parameters()))
+    )  # gradients are views of the buckets, which stay
     micro_batches(program, model, setting)
     program.compute(setting.forward / setting.micro)
     buckets = ddp_buckets(model)
@@ -436,15 +437,41 @@ def sharded(model: nn.Module, setting: Setting) -> Program:
     return program
 
 
+def split(
+    strategy: str,
+    model: nn.Module,
+    setting: Setting,
+    params: Sequence[Tensor],
+    parts: Sequence[RankPart],
+    rank: int,
+) -> Program:
+    """Return the program of "zero1" or "zero2" of a rank.
+
+    Args:
+        strategy: the strategy.
+        model: the model.
+        setting: the processes.
+        params: the trained parameters in the order of the optimizer.
+        parts: what each rank steps.
+        rank: the rank whose memory the program of "zero2" counts.
+    """
+    ranges = [part.ranges for part in parts]
+    if strategy == "zero2":
+        return split_gradients(model, setting, params, ranges, rank)
+    program = replicated(model, setting)
+    copy_parts(program, setting, ranges)
+    return program
+
+
 def alone(model: nn.Module, setting: Setting) -> tuple[Program, Program]:
     """Return the program of a step of "diloco" and "localsgd", and that of an average of all weights."""
     step, average = Program(), Program()
-    step.hold(tensor_bytes(trained(model)))
+    step.hold(sum(p.nbytes for p in trained_of(model.parameters())))
     step.compute(1.0)
     if setting.ranks == 1:
         return step, average
     sender = _Buckets(average, setting, "weights")
-    sizes = averaged_buckets(trained(model))
+    sizes = averaged_buckets(trained_of(model.parameters()))
     for number, elements in enumerate(sizes):
         average.hold(4 * elements)
         sender.send(elements, 4 * elements, number == len(sizes) - 1)

@@ -30,6 +30,7 @@
 #include <shoestring/integrations/model_files.h>
 #include <shoestring/nn.h>
 #include <shoestring/optim.h>
+#include <shoestring/planning/plan_training.h>
 #include <shoestring/runs/training.h>
 
 #include "common/data.h"
@@ -256,6 +257,21 @@ std::vector<Reader> readers() {
          file.read({0, half}, half, rows.data());
          file.fingerprint();
        }},
+      {"TrainingPlan::load",
+       [](const std::string& folder) {
+         shoestring::TrainingPlan plan;
+         plan.freedom = "exact", plan.precision = plan.weights = "fp32", plan.optimizer_state = "8bit";
+         plan.adapters = plan.quantize = plan.offload = plan.weights_place = "none";
+         plan.peak_bytes = 5;
+         plan.checkpoints = {{"layers.0", "keep", 0, 0}, {"layers.1", "recompute", 5, 0}};
+         plan.phases = {{"loading", 5}};
+         plan.reasons = {{"", "it fits"}};
+         plan.alternatives = {{"rounding", {{"precision", "bf16"}}, 4, 1.5}};
+         plan.frontier = {{5, 1.5, 1, 0}};
+         plan.save(folder + "/plan.json");
+       },
+       {{"plan.json", fuzz::mutate_json}},
+       [](const std::string& folder) { shoestring::TrainingPlan::load(folder + "/plan.json"); }},
       {"read_config",
        [](const std::string& folder) {
          write(

@@ -25,6 +25,7 @@ from shoestring.files.safetensors_file import open_safetensors, save_safetensors
 from shoestring.integrations.transformers import load_quantized, save_quantized
 from shoestring.integrations.transformers.load import load_dense
 from shoestring.integrations.transformers.reader import TensorReader, stored_tensors
+from shoestring.planning.machine import hardware_profile, write_machine
 from shoestring.training.report.metrics import COLUMNS, read_metrics
 from shoestring.training.report.write import figures, read_run
 from shoestring.training.run.checkpoint import load_checkpoint, save_checkpoint
@@ -336,6 +337,15 @@ def _make_run(folder: Path) -> None:
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+def _make_plan(folder: Path) -> None:
+    blocks = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model = nn.Sequential(nn.Linear(4, 4), blocks)
+    plan = shoestring.plan_training(
+        model, example=lambda rows: model(torch.ones(rows, 4)).sum(), batch_size=2
+    )
+    plan.save(folder / "plan.json")
+
+
 READERS = [
     *(_adapter(kind) for kind in ADAPTERS),
     Reader(
@@ -475,6 +485,24 @@ READERS = [
         folder="checkpoints/step-00000003",
     ),
     Reader(
+        "hardware_profile",
+        ("planning.machine.hardware_profile", "planning.machine.read_machine"),
+        lambda folder: write_machine(folder / "machine.json", hardware_profile("nvidia-h200")),
+        {"machine.json": mutate_json},
+        lambda folder: hardware_profile(folder / "machine.json"),
+        (ValueError, FileNotFoundError),
+        share=0.5,
+    ),
+    Reader(
+        "TrainingPlan.load",
+        (),  # a method, and the table is of functions
+        _make_plan,
+        {"plan.json": mutate_json},
+        lambda folder: shoestring.TrainingPlan.load(folder / "plan.json"),
+        (ValueError,),
+        share=0.5,
+    ),
+    Reader(
         "read_run",
         ("training.report.write.read_run", "training.report.metrics.read_metrics"),
         _make_run,
@@ -497,14 +525,15 @@ NOT_READERS = {
          "integrations.transformers.save.save_quantized", "training.run.adapters.save_adapter", "training.run.checkpoint.save_checkpoint",
          "training.report.write.write_report", "training.report.write.write_comparison", "training.report.write.write_sections",
          "cli.demo_data.standard_library", "cli.demo_data.package_documentation", "training.report.metrics.MetricsLog",
-         "cli.app.monitor", "cli.monitor.run", "runs.callbacks.TensorBoard"),
+         "cli.app.monitor", "cli.monitor.run", "runs.callbacks.TensorBoard", "planning.machine.write_machine"),
         "writes",
     ),
     **dict.fromkeys(
-        ("cli.app.demo", "cli.app.finish", "cli.demo.demo", "cli.finetune.finetune",
+        ("cli.app.demo", "cli.app.finish", "cli.app.plan", "cli.plan.plan", "cli.demo.demo", "cli.finetune.finetune",
          "cli.tokenize.tokenize", "cli.app.compare", "cli.app.tokenize", "cli.app.train", "cli.app.generate", "cli.app.finetune",
          "cli.app.estimate", "cli.train.train", "cli.turns.Command", "cli.turns.run_in_turns", "training.run.folder.open_run",
-         "training.run.execute.execute", "training.run.folder.Run", "training.run.folder.prepare_tokens", "training.run.digests.require_prepared", "training.report.write.read_runs", "adapters.config_digest.check_pair", "data.tokenizer.train_bpe"),
+         "training.run.execute.execute", "training.run.folder.Run", "training.run.folder.prepare_tokens", "training.run.digests.require_prepared", "training.report.write.read_runs", "adapters.config_digest.check_pair", "data.tokenizer.train_bpe",
+         "planning.measure.measure_machine"),
         "calls the readers above",
     ),
     **dict.fromkeys(

@@ -111,6 +111,10 @@ void CommandLine::parse(int argc, const char* const* argv) {
   }
 }
 
+bool CommandLine::is_given(const std::string& name) const {
+  return impl_->app.get_option("--" + name)->count() > 0;
+}
+
 std::map<std::string, std::string> CommandLine::deciding() const {
   std::map<std::string, std::string> values;
   for (const auto& [name, value] : impl_->deciding) values[name] = value();

@@ -34,6 +34,8 @@ class CommandLine {
   /// Parses the command line. Raises InputError. `--help` prints all options with their defaults, and ends
   /// the program.
   void parse(int argc, const char* const* argv);
+  /// Returns whether the command line has an option, whose name is one that add() has received.
+  bool is_given(const std::string& name) const;
   /// Returns the values of all options that affect the result of training, by the option's name.
   std::map<std::string, std::string> deciding() const;
 

@@ -12,10 +12,23 @@
 #include <cstdio>
 
 #include "device.h"
+#include "planned.h"
 
 using at::Tensor;
 
 namespace {
+
+void say(const shoestring::TrainingPlan& plan) {
+  const auto kept = std::count_if(plan.checkpoints.begin(), plan.checkpoints.end(),
+                                  [](const auto& layer) { return layer.treatment == "keep"; });
+  std::printf(
+      "plan: %lld x %lld rows, %s, %s state, %lld of %lld layers keep their activations; predicted %lld MiB "
+      "and %.3g s a step\n",
+      static_cast<long long>(plan.accumulate), static_cast<long long>(plan.micro_batch),
+      plan.precision.c_str(), plan.optimizer_state.c_str(), static_cast<long long>(kept),
+      static_cast<long long>(plan.checkpoints.size()), static_cast<long long>(plan.peak_bytes >> 20),
+      plan.seconds);
+}
 
 Tensor inputs_of(const Tensor& rows) { return rows.narrow(1, 0, rows.size(1) - 1); }
 
@@ -74,13 +87,15 @@ std::vector<shoestring::BlockFunction> Forward::functions(const Tensor& rows) {
 }
 
 void Forward::begin_training(const Tensor& rows) {
-  if (options_.activations == "offload") {
+  plan_ = planned_layers(options_, model_->config.layers);
+  if (options_.activations == "offload" || (plan_ && offloads(*plan_))) {
     auto exclude = model_->parameters();
     for (const Tensor& buffer : model_->buffers()) exclude.push_back(buffer);
     offload_ = std::make_unique<shoestring::OffloadActivations>(
         shoestring::OffloadActivationsOptions().device(device_.str()), exclude);
   }
   const int64_t budget = options_.budget_bytes(), layers = model_->config.layers;
+  if (plan_) say(*options_.training_plan);
   if (budget == 0) return;
   const Tensor moved = rows.to(device_);
   const auto all = functions(moved);

@@ -14,7 +14,7 @@
 #include "processes.h"
 
 /// Computes losses of a model, in the precision of --precision. During training, the activations of each
-/// layer are kept, recomputed or offloaded, as --activations and --memory-budget say.
+/// layer are kept, recomputed or offloaded, as --activations, --memory-budget and --plan say.
 class Forward {
  public:
   /// weights: where the model's frozen weights are while no layer needs them, or null if they are here.
@@ -22,8 +22,8 @@ class Forward {
           const Processes& processes, shoestring::OffloadWeights* weights = nullptr);
 
   /// Prepares training. Call it when the parameters are final. With --memory-budget, plans for each layer
-  /// whether its activations are kept, recomputed or offloaded, and prints the plan. rows: tokens of a
-  /// micro-batch.
+  /// whether its activations are kept, recomputed or offloaded, and prints the plan. With --plan, takes the
+  /// layers' plan from the file. rows: tokens of a micro-batch.
   void begin_training(const at::Tensor& rows);
   /// Returns the mean loss over all positions of `rows`, which are tokens (rows, tokens + 1) int64 on any
   /// device, as a scalar on the model's device.

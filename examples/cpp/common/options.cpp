@@ -47,6 +47,9 @@ void add_loop_options(CommandLine& line, LoopOptions& o, int64_t least_steps) {
   line.add("data", o.data, kMayChange, "token file that `shoestring tokenize` wrote");
   line.add("device", o.device, kMayChange,
            "auto (the accelerator, if there is one), cpu, cuda, cuda:1 and so on");
+  line.add(
+      "plan", o.plan, kMayChange,
+      "file of `shoestring plan --json`, which decides how a step runs; --batch-size is then that of a step");
   line.add("precision", o.precision, kDecides, "of matrix products; fp16 scales the loss",
            {"fp32", "tf32", "bf16", "fp16"});
   line.add("weights", o.weights, kDecides, "how trained weights are stored and rounded",
@@ -116,6 +119,7 @@ void check_loop_options(const LoopOptions& o) {
       {"--step-in-backward", o.step_in_backward},
   };
   for (const auto& [option, given] : ours) refuse_together(option, given, "--baseline", o.baseline);
+  refuse_together("--plan " + o.plan, !o.plan.empty(), "--baseline", o.baseline);
 }
 
 void refuse_together(const std::string& option, bool given, const std::string& other, bool other_given) {

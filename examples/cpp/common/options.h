@@ -1,6 +1,9 @@
 #pragma once
 
+#include <shoestring/planning/plan_training.h>
+
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <tuple>
 
@@ -9,7 +12,7 @@
 /// The options that the training programs share. They have the names, values and defaults of the commands
 /// `shoestring train` and `shoestring finetune`.
 struct LoopOptions {
-  std::string data, out, device = "auto";
+  std::string data, out, device = "auto", plan;
   std::string precision = "fp32", weights = "fp32", optimizer = "adamw", optimizer_state = "8bit";
   std::string offload = "none", activations = "keep", memory_budget, schedule = "cosine";
   bool step_in_backward = false, host_allocator = false;
@@ -25,6 +28,7 @@ struct LoopOptions {
   std::tuple<double, double> betas{0.9, 0.95};  // of AdamW
   bool baseline = false;
   std::string parallel = "none", compress = "none";
+  std::optional<shoestring::TrainingPlan> training_plan;  // of --plan, whose choices the options have
 
   /// Returns the memory budget in bytes, 0 if there is none.
   int64_t budget_bytes() const;

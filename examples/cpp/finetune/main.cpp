@@ -31,6 +31,7 @@
 #include "model.h"
 #include "optimizers.h"
 #include "options.h"
+#include "planned.h"
 #include "trainer.h"
 
 using at::Tensor;
@@ -92,6 +93,7 @@ LlamaForCausalLM load(const FinetuneOptions& options, const TokenFile& file, at:
     throw InputError("--data " + options.data + ": expected a vocabulary of at most the model's " +
                      std::to_string(config.vocab_size) + ", got " + std::to_string(file.vocab_size()));
   }
+  planned_layers(options, config.layers);  // refuses a plan of another model before it is loaded
   LlamaForCausalLM model(config);
   auto load_options = shoestring::LoadOptions()
                           .quantize(options.quantize)

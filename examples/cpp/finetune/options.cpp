@@ -3,6 +3,7 @@
 #include <sstream>
 
 #include "input_error.h"
+#include "planned.h"
 
 namespace {
 
@@ -28,6 +29,20 @@ void check(const FinetuneOptions& o) {
   // These initial values are computed from the weights of each layer.
   refuse_together("--init " + o.init, o.init == "pissa" || o.init == "olora" || o.init == "loftq",
                   "--offload-weights", o.weights_leave());
+}
+
+// Sets the options that --plan decides for frozen weights.
+void follow_weights(const CommandLine& line, FinetuneOptions& o) {
+  if (!o.training_plan) return;
+  const std::string option = "--plan " + o.plan;
+  for (const std::string decided : {"offload-weights", "keep"})
+    refuse_together(option, true, "--" + decided, line.is_given(decided));
+  const auto& plan = *o.training_plan;
+  if (plan.quantize != "none" && plan.quantize != o.quantize)
+    throw InputError("--quantize: expected " + plan.quantize + ", as planned in " + o.plan + ", got " +
+                     o.quantize);
+  o.offload_weights = plan.weights_place;
+  if (o.weights_leave()) o.keep = std::to_string(plan.keep);
 }
 
 }  // namespace
@@ -67,6 +82,8 @@ FinetuneOptions parse_options(int argc, const char* const* argv) {
   line.add("logits", o.logits, kMayChange,
            "also write the logits of the first held-out sequence to this safetensors file");
   line.parse(argc, argv);
+  follow_plan(line, o);
+  follow_weights(line, o);
   check_loop_options(o);
   check(o);
   return o;

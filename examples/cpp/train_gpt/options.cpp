@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "input_error.h"
+#include "planned.h"
 
 namespace {
 
@@ -17,9 +18,20 @@ void check(const TrainOptions& o) {
                                              std::to_string(o.hidden));
   require(o.heads % o.kv_heads == 0, "--kv-heads: expected a divisor of --heads, " + std::to_string(o.heads) +
                                          ", got " + std::to_string(o.kv_heads));
+  if (o.training_plan) {
+    const auto expect_none = [&](const char* field, const std::string& value) {
+      require(value == "none", "--plan " + o.plan + ": " + field + ": expected none, since train_gpt does " +
+                                   "nothing else, got " + value);
+    };
+    expect_none("adapters", o.training_plan->adapters);
+    expect_none("quantize", o.training_plan->quantize);
+    expect_none("weights_place", o.training_plan->weights_place);
+    planned_layers(o, o.layers);
+  }
   const bool zero2 = o.parallel == "zero2", zero3 = o.parallel == "zero3";
   const std::initializer_list<std::pair<std::string, bool>> refused{
       {"--baseline", o.baseline},
+      {"--plan " + o.plan, !o.plan.empty()},
       {"--step-in-backward", o.step_in_backward},
       {"--offload " + o.offload, o.offload == "cpu" && !zero3 && o.parallel != "ddp"},
       // the norm of all gradients is known to one optimizer alone
@@ -60,6 +72,7 @@ TrainOptions parse_options(int argc, const char* const* argv) {
       {"none", "8bit", "4bit", "1bit"});
   line.add("baseline", o.baseline, kDecides, "the same with LibTorch's own loss and AdamW, to compare");
   line.parse(argc, argv);
+  follow_plan(line, o);
   check_loop_options(o);
   check(o);
   o.deciding = line.deciding();

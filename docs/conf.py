@@ -68,7 +68,10 @@ pygments_dark_style = "github-dark"
 # Names of other projects have no inventory here, since the build reads nothing from the network.
 # The names of the standard library are those that appear in signatures.
 nitpick_ignore_regex = [
-    (r"py:.*", r"(torch|transformers|numpy|np|collections|typing|typing_extensions|pathlib|os)(\..*)?"),
+    (
+        r"py:.*",
+        r"(torch|transformers|numpy|np|collections|contextlib|typing|typing_extensions|pathlib|os)(\..*)?",
+    ),
     (r"cpp:identifier", r"(at|c10|c10d|torch|std)(::.*)?"),
     # Namespaces have no declaration in the reference, and `detail` is internal.
     (

@@ -104,7 +104,16 @@ class Task:
 LONG = Task(
     Preset(hidden=128, layers=2, heads=4, kv_heads=4, mlp=384),
     2048,
-    LoopConfig(seq_len=64, batch_size=8, steps=2000, lr=1.5e-3, warmup=100, clip=0.0, eval_batches=64),
+    LoopConfig(
+        seq_len=64,
+        batch_size=8,
+        steps=2000,
+        lr=1.5e-3,
+        warmup=100,
+        clip=0.0,
+        eval_batches=64,
+        precision="fp32",
+    ),
     tuple(name for name in VARIANTS if name != "bitsandbytes"),
     seeds=3,
 )
@@ -112,7 +121,7 @@ LONG = Task(
 DEMO = Task(
     PRESETS["mini"],
     16384,
-    LoopConfig(seq_len=512, batch_size=16, steps=36, lr=4e-3, eval_batches=2),
+    LoopConfig(seq_len=512, batch_size=16, steps=36, lr=4e-3, eval_batches=2, precision="fp32"),
     ("torch", "bitsandbytes", "fp32", "8bit"),
     seeds=8,
     is_fused=True,

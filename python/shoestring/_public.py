@@ -13,12 +13,14 @@ from shoestring import callbacks, diffusion, distributed, lora, nn, optim  # noq
 from shoestring.checkpoint import (  # noqa: E402
     CheckpointReport,
     OffloadedWeights,
+    TiledLayers,
     checkpoint,
     checkpoint_model,
     checkpoint_sequential,
     offload_activations,
     offload_weights,
     tag_activation,
+    tile_layers,
     tiled,
     tiled_features,
 )
@@ -71,6 +73,14 @@ from shoestring.ops import (  # noqa: E402
     swiglu,
     vocab_parallel_linear_cross_entropy,
 )
+from shoestring.planning.machine import Machine, hardware_profile  # noqa: E402
+from shoestring.planning.measure import measure_machine  # noqa: E402
+from shoestring.planning.training_plan import (  # noqa: E402
+    AppliedPlan,
+    PlanCheck,
+    TrainingPlan,
+    plan_training,
+)
 from shoestring.quantization.quantized_tensor import QuantizedTensor  # noqa: E402
 from shoestring.runs.fast_defaults import FastDefaults, MeasuredSwitch, fast_defaults  # noqa: E402
 from shoestring.runs.find_batch_size import (  # noqa: E402
@@ -86,6 +96,7 @@ from shoestring.runs.monitor_report import MonitorFinding, MonitorReport  # noqa
 from shoestring.runs.training_file import TrainingPosition, load_training, save_training  # noqa: E402
 
 __all__ = [
+    "AppliedPlan",
     "BatchSizeSearch",
     "BatchTrial",
     "CheckpointReport",
@@ -94,6 +105,7 @@ __all__ = [
     "HostAllocatorStats",
     "LrPass",
     "LrRange",
+    "Machine",
     "MeasuredSwitch",
     "MemoryAdvice",
     "Monitor",
@@ -102,7 +114,10 @@ __all__ = [
     "OffloadedWeights",
     "ParallelReport",
     "PatchReport",
+    "PlanCheck",
     "QuantizedTensor",
+    "TiledLayers",
+    "TrainingPlan",
     "TrainingPosition",
     "add_layer_norm",
     "add_rms_norm",
@@ -127,6 +142,7 @@ __all__ = [
     "find_lr",
     "geglu",
     "gelu",
+    "hardware_profile",
     "host_allocator",
     "layer_norm",
     "linear",
@@ -141,6 +157,7 @@ __all__ = [
     "lora_linear",
     "lora_linear_group",
     "lora_weight_norm",
+    "measure_machine",
     "memory_advice",
     "nn",
     "offload_activations",
@@ -148,6 +165,7 @@ __all__ = [
     "optim",
     "parallelize",
     "patch",
+    "plan_training",
     "prepare_quantized",
     "quantize_4bit",
     "quantize_int8",
@@ -162,6 +180,7 @@ __all__ = [
     "stochastic_depth_rate",
     "swiglu",
     "tag_activation",
+    "tile_layers",
     "tiled",
     "tiled_features",
     "vocab_parallel_linear_cross_entropy",

@@ -4,6 +4,7 @@ import sys
 
 from shoestring.blocks.attention import Attention
 from shoestring.blocks.gated_mlp import GatedMLP
+from shoestring.checkpoint.tiled_layers import TiledEmbedding, TiledLinear
 from shoestring.gemm.linear_module import Linear
 from shoestring.layers import init
 from shoestring.layers.batch_norm_bias import FoldReport, fold_bias_before_batch_norm
@@ -24,6 +25,8 @@ __all__ = [
     "Linear",
     "QuantizedLinear",
     "RMSNorm",
+    "TiledEmbedding",
+    "TiledLinear",
     "fold_bias_before_batch_norm",
     "init",
     "swap_head",

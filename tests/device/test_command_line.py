@@ -132,3 +132,16 @@ def test_a_device_that_is_not_there(data: Path, tmp_path: Path, capsys: pytest.C
     assert line.endswith("finds to be cpu and simdev:0 to simdev:1; got simdev:2")
     line = refuse(capsys, *command("train", data, tmp_path / "run", "simulated"))
     assert "the name of an installed backend of PyTorch, got simulated" in line
+
+
+def test_a_plan_offloads_activations(data: Path, tmp_path: Path) -> None:
+    """With --device-memory, blocks may offload activations, and the run has the bits of one without a plan."""
+    state = ("--optimizer-state", "8bit")
+    succeed(*command("train", data, tmp_path / "cpu", "cpu", *state))
+    planned = ("--device-memory", "1GiB", "--activations", "offload", "--accumulate", 1)
+    out = tmp_path / "planned"
+    succeed(*command("train", data, out, "simdev", *state, *planned))
+    plan = json.loads((out / "run.json").read_text())["plan"]
+    assert {block["treatment"] for block in plan["checkpoints"]} == {"offload"} and plan["host_bytes"] > 0
+    assert losses(out) == losses(tmp_path / "cpu")
+    assert_same_weights(out / "model", tmp_path / "cpu" / "model")

@@ -116,3 +116,50 @@ def test_tables_equal_weights_on_the_device(mode: simdev.Mode, to: str, device: 
     before = embedded[0, 0]
     handle.undo()
     assert torch.equal(table(ids)[0, 0].cpu(), before)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("to", ["cpu", "nvme"])
+@pytest.mark.parametrize("has_gradient", [False, True], ids=["", "input with gradient"])
+@pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
+def test_tiles_need_the_memory_of_two(
+    mode: simdev.Mode, trained: bool, has_gradient: bool, to: str, device: str, tmp_path: Path
+) -> None:
+    """Count the bytes that the device allocates for a layer of 4 MiB in tiles of 256 KiB."""
+    torch.manual_seed(0)
+    whole = nn.Linear(256, 4096, bias=False).requires_grad_(trained)
+    model = nn.Sequential(nn.Linear(256, 4096, bias=False).requires_grad_(trained))
+    model[0].load_state_dict(whole.state_dict())
+    tile = whole.weight.nbytes // 16
+    shoestring.tile_layers(model.to(device), "0", tiles=16)
+    optimizer: Any = None
+    if trained:
+        optimizer = shoestring.optim.AdamW(
+            model.parameters(), lr=0.0, weight_decay=0.0, step_in_backward=True
+        )
+    handle = shoestring.offload_weights(
+        model, "cpu" if to == "cpu" else f"nvme:{tmp_path}", optimizer=optimizer
+    )
+    x, gradient = torch.randn(2, 256), torch.randn(2, 4096)
+
+    def run(module: nn.Module, device: str) -> list[Tensor]:
+        leaf = x.to(device).requires_grad_(has_gradient)
+        y = module(leaf * 1)
+        if trained or has_gradient:
+            y.backward(gradient.to(device))
+        if trained:
+            optimizer.step()
+        return [t.detach().cpu() for t in (y, leaf.grad) if t is not None]
+
+    run(model, device)  # allocates the state of the optimizer
+    index = int(device[-1])
+    simdev.synchronize(index)
+    torch.accelerator.reset_peak_memory_stats(index)
+    before = simdev.memory_allocated(device) - handle.statistics()["device"]
+    results = run(model, device)
+    peak = simdev.max_memory_allocated(device) - before
+    gradients = 2 * tile if trained else 0
+    activations = 4 * gradient.nbytes + 20 * x.nbytes
+    assert 2 * tile <= peak <= (3 if trained else 2) * tile + gradients + activations
+    for ours, theirs in zip(results, run(whole, "cpu"), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)

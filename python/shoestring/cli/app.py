@@ -53,6 +53,23 @@ def finetune(source: Source, out: RunFolder, config: FinetuneConfig) -> None:
 
 @app.command()
 @expand_settings
+def plan(
+    source: Source,
+    config: FinetuneConfig,
+    plot: Annotated[Path | None, typer.Option(help="Image of memory against speed to write.")] = None,
+    as_json: Annotated[
+        Path | None, typer.Option("--json", help="File of the plan, which C++ reads, too.")
+    ] = None,
+) -> None:
+    """Measure a fine-tuning, and print its fastest plan within --device-memory; nothing is trained."""
+    load_operators()
+    from shoestring.cli.plan import plan as run
+
+    run(config, source, plot, as_json)
+
+
+@app.command()
+@expand_settings
 def estimate(
     config: EstimateConfig,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, all sizes in bytes.")] = False,

@@ -18,8 +18,11 @@ from shoestring.training.run.device import find_device
 VOCABULARY = 16384
 MARK = "demo.json"  # name of a marker file: a folder that contains it belongs to a demo
 # 8192 tokens per step. With VOCABULARY tokens in the vocabulary, the logits take half a gigabyte, and plain
-# PyTorch holds three such tensors.
-SHAPE = ["--seq-len", "512", "--batch-size", "16", "--val-fraction", "0.02", "--eval-batches", "2"]
+# PyTorch holds three such tensors. All runs have the same precision and no plan, so that they can be compared.
+SHAPE = [
+    "--seq-len", "512", "--batch-size", "16", "--val-fraction", "0.02", "--eval-batches", "2", "--precision", "fp32",
+    "--device-memory", "none",
+]  # fmt: skip
 
 
 def demo(out: Path, steps: int, finetune_steps: int, device: str, host_allocator: bool | None = None) -> None:

@@ -38,6 +38,11 @@ MODEL_OPTIONS = (
     "model", "vocab_size", "full", "rank", "quantize", "double_quant", "target_modules", "trust_remote_code",
 )  # fmt: skip
 
+AUTO = (
+    "--precision auto: training measures which precision it takes; these are the bytes of fp32, give --precision bf16 for "
+    "those of bf16"
+)
+
 RANK_OPTIONS = {each.name for each in fields(RanksConfig)} - {"memory"}
 
 
@@ -121,6 +126,10 @@ def run(config: EstimateConfig, as_json: bool) -> None:
     by_default = config.quantize is None
     config = replace(config.filled(), device=device.type)
     check(config)
+    if config.precision == "auto":
+        config = replace(config, precision="fp32")
+        if not as_json:
+            print(AUTO)
     model = build(config)
     if by_default and config.rank is not None:
         fields: Any = model.config

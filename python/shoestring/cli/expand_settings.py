@@ -8,14 +8,18 @@ from functools import wraps
 from inspect import Parameter, Signature, signature
 from typing import Any, get_args, get_type_hints
 
+import typer
 from typer.models import ParameterInfo
+
+GIVEN = "given"  # the field of a settings class that takes the names of the options that the user gave
 
 
 def expand_settings(command: Callable[..., None]) -> Callable[..., None]:
     """Replace each parameter that is a settings class by the options that the class declares.
 
     A settings class is a dataclass. Its options are the fields of type ``Annotated[T, typer.Option(...)]`` or
-    ``Annotated[T, typer.Argument(...)]``. The other fields keep their defaults. In the help, required options
+    ``Annotated[T, typer.Argument(...)]``. The other fields keep their defaults, but a field named ``given`` takes the
+    names of the options that are on the command line. In the help, required options
     come first. Otherwise the order is that of the parameters, and of the fields within a class; fields that a
     class adds come before those that it inherits.
 
@@ -39,18 +43,34 @@ def expand_settings(command: Callable[..., None]) -> Callable[..., None]:
             parameters.append(parameter.replace(annotation=hints[name], kind=Parameter.KEYWORD_ONLY))
     parameters.sort(key=lambda each: each.default is not Parameter.empty)
 
+    if any(_takes_given(settings) for settings, _ in groups.values()):
+        parameters.append(
+            Parameter("context", Parameter.KEYWORD_ONLY, default=None, annotation=typer.Context)
+        )
+
     @wraps(command)
-    def run(**values: Any) -> None:
-        filled = {
-            name: settings(**{key: values.pop(key) for key in keys})
-            for name, (settings, keys) in groups.items()
-        }
+    def run(context: Any = None, **values: Any) -> None:
+        filled = {}
+        for name, (settings, keys) in groups.items():
+            options = {key: values.pop(key) for key in keys}
+            if _takes_given(settings):
+                options[GIVEN] = frozenset(key for key in keys if _is_given(context, key))
+            filled[name] = settings(**options)
         command(**filled, **values)
 
     # typer reads the options of a command from these two attributes of its function
     vars(run)["__signature__"] = Signature(parameters)
     run.__annotations__ = {each.name: each.annotation for each in parameters}
     return run
+
+
+def _takes_given(settings: type[Any]) -> bool:
+    return GIVEN in {each.name for each in fields(settings)}
+
+
+def _is_given(context: Any, name: str) -> bool:
+    source = None if context is None else context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 def _parameters(settings: type[Any]) -> Iterator[Parameter]:

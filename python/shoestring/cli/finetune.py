@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import torch
 
 from shoestring.cli.config import Source
 from shoestring.cli.console import Console, say, silence
+from shoestring.cli.places import choose_place
 from shoestring.core.errors import InputError
 from shoestring.data.batches import Rows, split_blocks, split_examples
 from shoestring.data.chat import stop_at_answers
@@ -20,15 +23,17 @@ from shoestring.data.text import check_text, find_files
 from shoestring.data.tokenizer import load_tokenizer
 from shoestring.files.atomic import atomic_directory
 from shoestring.training import memory
-from shoestring.training.config import DENSE, FinetuneConfig, default_format
+from shoestring.training.config import DENSE, FinetuneConfig, LoopConfig, default_format
 from shoestring.training.optimizers import trained
 from shoestring.training.run.adapters import apply_lora, merge_adapter, save_adapter, trained_to
 from shoestring.training.run.device import base_dtype, weight_dtype
 from shoestring.training.run.digests import file_list, model_files
-from shoestring.training.run.execute import execute
+from shoestring.training.run.execute import execute as execute_run
 from shoestring.training.run.folder import Run, begun, open_run, prepare_tokens
 from shoestring.training.run.loop import Trainer
 from shoestring.training.run.models import (
+    Loss,
+    ModelDirectory,
     can_pack,
     check_model_directory,
     fused_loss,
@@ -39,14 +44,22 @@ from shoestring.training.run.models import (
 from shoestring.training.run.positions import check_positions
 from shoestring.training.run.weights import check_weights_folder, check_weights_place
 
+Execute = Callable[[Trainer, int, Callable[[Path], None], Callable[[LoopConfig], None]], dict[str, Any]]
 
-def finetune(config: FinetuneConfig, source: Source, out: Path) -> dict[str, Any]:
-    """Fine-tune and return the summary; raise InputError for input that cannot be used."""
+
+def finetune(
+    config: FinetuneConfig, source: Source, out: Path, execute: Execute = execute_run
+) -> dict[str, Any]:
+    """Fine-tune and return the summary; raise InputError for input that cannot be used.
+
+    Args:
+        execute: what is done with the trainer; by default, it trains.
+    """
     with open_run(config, "finetune", out) as run:
-        return _finetune(run, source)
+        return _finetune(run, source, execute)
 
 
-def _finetune(run: Run[FinetuneConfig], source: Source) -> dict[str, Any]:
+def _finetune(run: Run[FinetuneConfig], source: Source, execute: Execute) -> dict[str, Any]:
     """Fine-tune as the options say; return the summary."""
     config = run.config
     silence(not run.processes.is_first)
@@ -63,6 +76,12 @@ def _finetune(run: Run[FinetuneConfig], source: Source) -> dict[str, Any]:
         raise InputError(
             f"--model {folder}: its weights are quantised already: expected no --full, --baseline or --merge"
         )
+    asked, config = config, choose_place(config, str(checked.folder), run.device)
+    if config != asked:
+        say(
+            f"to fit --device-memory {config.device_memory}: --offload-weights {config.offload_weights} --precision "
+            f"{config.precision}"
+        )
     check_weights_folder(config.weights_place)
     tokenizer = load_tokenizer(folder, trust)
     files = find_files(source.data, source.glob, say)
@@ -78,32 +97,12 @@ def _finetune(run: Run[FinetuneConfig], source: Source) -> dict[str, Any]:
         segments = read_segments(files, kind, tokenizer)
     fingerprint = config.fixed() | {"data": file_list(files), "model_files": model_files(folder)}
     run = replace(run, config=config, fingerprint=fingerprint)
-    dtype = weight_dtype(config.weights) if config.full else base_dtype(config.autocast)
     with begun(run):
         with run.processes.in_turn():
             rows = _rows(run, files, segments, tokenizer)
         memory.import_models()
         baseline = memory.in_use(run.device)
-        torch.manual_seed(config.seed)
-        quantize = None if config.baseline else config.frozen_format
-        model = load_model(
-            checked, dtype, quantize, trust, run.device, config.blocks_place, memory.kept_bytes(config.keep),
-            config.double_quant,
-        )  # fmt: skip
-        if vocabulary_size(tokenizer) > model.get_input_embeddings().weight.shape[0]:
-            raise InputError(
-                f"{folder}: the tokenizer has {vocabulary_size(tokenizer)} tokens, the model's embedding fewer"
-            )
-        fused = None if config.baseline else fused_loss(model, config.workspace_mb, say)
-        pack = config.pack if fused is not None and kind != TEXT and can_pack(model) else "none"
-        if config.pack == "fill" and pack == "none":
-            raise InputError(
-                f"--pack fill: expected a model with shoestring's attention, got {type(model).__name__}; take "
-                "--pack none"
-            )
-        if not config.full:
-            model = apply_lora(model, config)
-            trained_to(model, weight_dtype(config.weights))
+        model, loss, pack = _build(config, run.device, checked, tokenizer, kind, say)
         count = sum(p.numel() for p in trained(model))
         if kind == CHAT:
             without_template = "shoestring's: a line with each role, then its text; the tokenizer has none"
@@ -123,20 +122,70 @@ def _finetune(run: Run[FinetuneConfig], source: Source) -> dict[str, Any]:
 
         def save(target: Path) -> None:
             if config.full:
-                save_model(model, target)
+                save_model(trainer.model, target)
             else:
-                save_adapter(model, target, config.baseline)
+                save_adapter(trainer.model, target, config.baseline)
 
-        loss = fused or plain_loss(model)
         with Console(config.steps, config.eval_every if len(rows[1]) else 0) as console:
-            summary = execute(Trainer(run, model, loss, *rows, console, pack), baseline, save)
+            trainer = Trainer(run, model, loss, *rows, console, pack)
+            del model, loss  # a loss holds the model
+
+            def rebuild(config: LoopConfig) -> None:
+                """Load the frozen weights below an adapter in the dtype of the precision that was chosen."""
+                if not isinstance(config, FinetuneConfig) or config.full:
+                    return
+                del trainer.model, trainer.loss
+                gc.collect()
+                trainer.model, trainer.loss, trainer.pack = _build(
+                    config, run.device, checked, tokenizer, kind, lambda line: None
+                )
+
+            summary = execute(trainer, baseline, save, rebuild)
         if config.merge and summary:
-            del model, loss, fused  # a loss holds the model
+            dtype = _loaded_dtype(replace(config, precision=summary["precision"]))
+            del trainer, rebuild
             base = load_model(checked, dtype, trust_remote_code=trust)
             base = merge_adapter(base, run.folder / config.result, config.baseline)
             with atomic_directory(run.folder / "model") as partial:
                 save_model(base, partial)
     return summary
+
+
+def _loaded_dtype(config: FinetuneConfig) -> torch.dtype:
+    """Return the dtype in which the weights of the model are loaded, unless they are quantised."""
+    return weight_dtype(config.weights) if config.full else base_dtype(config.autocast)
+
+
+def _build(
+    config: FinetuneConfig,
+    device: torch.device,
+    checked: ModelDirectory,
+    tokenizer: Any,
+    kind: str,
+    tell: Callable[[str], object],
+) -> tuple[Any, Loss, str]:
+    """Return the model with its adapters, its loss, and how examples are packed; ``tell`` gets what is patched."""
+    torch.manual_seed(config.seed)
+    quantize = None if config.baseline else config.frozen_format
+    model = load_model(
+        checked, _loaded_dtype(config), quantize, config.trust_remote_code, device, config.blocks_place,
+        memory.kept_bytes(config.keep), config.double_quant,
+    )  # fmt: skip
+    if vocabulary_size(tokenizer) > model.get_input_embeddings().weight.shape[0]:
+        raise InputError(
+            f"{checked.folder}: the tokenizer has {vocabulary_size(tokenizer)} tokens, the model's embedding fewer"
+        )
+    fused = None if config.baseline else fused_loss(model, config.workspace_mb, tell)
+    pack = config.pack if fused is not None and kind != TEXT and can_pack(model) else "none"
+    if config.pack == "fill" and pack == "none":
+        raise InputError(
+            f"--pack fill: expected a model with shoestring's attention, got {type(model).__name__}; take "
+            "--pack none"
+        )
+    if not config.full:
+        model = apply_lora(model, config)
+        trained_to(model, weight_dtype(config.weights))
+    return model, fused or plain_loss(model), pack
 
 
 def _rows(

@@ -83,6 +83,9 @@ ROUNDING = {
 }
 
 
+# Options that only a plan follows.
+ONLY_PLANNED = ("disk", "host_memory", "freedom", "replan")
+
 # Metadata of fields whose value may differ when a run is resumed. The values of all other fields must be
 # equal.
 MAY_CHANGE = {"may_change": True}
@@ -104,8 +107,16 @@ class StepConfig:
         ),
     ] = 0
     precision: Annotated[
-        str, choice("fp32", "tf32", "bf16", "fp16", help=": of matrix products; fp16 scales the loss.")
-    ] = "fp32"
+        str,
+        choice(
+            "auto",
+            "fp32",
+            "tf32",
+            "bf16",
+            "fp16",
+            help=": of matrix products. auto takes the fastest here that agrees with fp32; fp16 scales the loss.",
+        ),
+    ] = "auto"
     weights: Annotated[str, choice(*ROUNDING, help=": how trained weights are stored and rounded.")] = "fp32"
     optimizer: Annotated[
         str,
@@ -144,6 +155,8 @@ class StepConfig:
     def __post_init__(self) -> None:
         if self.accumulate == 0:
             object.__setattr__(self, "accumulate", self._processes())
+        if self.precision == "auto" and self.weights != "fp32":  # bf16 weights need products in bf16
+            object.__setattr__(self, "precision", "bf16")
 
     def _processes(self) -> int:
         """Return the number of processes that share the micro-batches of a step."""
@@ -167,7 +180,10 @@ class StepConfig:
 
     @property
     def autocast(self) -> str | None:
-        """The 16-bit dtype of matrix products, "bf16" or "fp16"; None if they are not computed in 16 bits."""
+        """The 16-bit dtype of matrix products, "bf16" or "fp16"; None if they are not computed in 16 bits.
+
+        It is None for "auto", too, whose products are in fp32 until another precision is chosen.
+        """
         return self.precision if self.precision in ("bf16", "fp16") else None
 
 
@@ -196,6 +212,30 @@ class LoopConfig(StepConfig):
     checkpoint_every: Annotated[int, number(1, COUNT, help="Steps between checkpoints.")] = field(
         default=50, metadata=MAY_CHANGE
     )
+    device_memory: Annotated[
+        str,
+        typer.Option(
+            help="Most memory of the device, such as 8GiB or free; on a CPU of the whole process. The micro-batch, what blocks do "
+            "with their activations, and the state of the optimizer are planned; options that are given stay. auto is free where "
+            "planning pays, and none plans nothing."
+        ),
+    ] = field(default="auto", metadata=MAY_CHANGE)
+    disk: Annotated[
+        str | None,
+        typer.Option(help="DIR or DIR=200GiB: a folder for what a plan does not fit into memory."),
+    ] = field(default=None, metadata=MAY_CHANGE)
+    host_memory: Annotated[
+        str | None,
+        typer.Option(help="With a GPU: most host memory for what a plan lets leave the device."),
+    ] = field(default=None, metadata=MAY_CHANGE)
+    freedom: Annotated[
+        str,
+        choice(
+            "exact",
+            "rounding",
+            help=": what a plan may change. rounding allows bf16 and 4-bit state, and steps in backward.",
+        ),
+    ] = field(default="exact", metadata=MAY_CHANGE)
     compile: Annotated[bool, typer.Option("--compile", help="Compile the model with torch.compile.")] = False
     log_every: Annotated[
         int | None,
@@ -208,6 +248,10 @@ class LoopConfig(StepConfig):
     resume: Annotated[
         bool,
         typer.Option("--resume", help="Continue the run in --out from its newest checkpoint, bit for bit."),
+    ] = field(default=False, metadata=MAY_CHANGE)
+    replan: Annotated[
+        bool,
+        typer.Option("--replan", help="With --resume: plan anew, for example after memory ran out."),
     ] = field(default=False, metadata=MAY_CHANGE)
     baseline: Annotated[bool, typer.Option("--baseline", help="The same with plain PyTorch, to compare.")] = (
         False
@@ -233,8 +277,23 @@ class LoopConfig(StepConfig):
         ),
     ] = field(default="none", metadata=MAY_CHANGE)
 
+    # names of the options that the user gave, which a plan does not change
+    given: frozenset[str] = field(default=frozenset(), metadata=MAY_CHANGE)
+
     def _processes(self) -> int:
         return 1 if self.parallel == "none" else max(1, environment_number("WORLD_SIZE", 1))
+
+    @property
+    def asks_plan(self) -> str | None:
+        """The option that asks for a plan, as text; None if none does, so that "auto" decides or nothing is planned."""
+        if self.device_memory not in ("auto", "none"):
+            return f"--device-memory {self.device_memory}"
+        for name in ONLY_PLANNED:
+            value = getattr(self, name)
+            if value != getattr(LoopConfig, name):
+                option = f"--{name.replace('_', '-')}"
+                return option if value is True else f"{option} {value}"
+        return None
 
     @property
     def blocks_place(self) -> str | None:

@@ -8,12 +8,16 @@ from shoestring.core.errors import InputError
 from shoestring.optim.offload import PLACES, is_place
 from shoestring.training.config import LoopConfig, StepConfig
 from shoestring.training.memory import parse_budget
-from shoestring.training.options import LOW_RANK
+from shoestring.training.options import LOW_RANK, PLANNED_OPTIMIZERS
 
 
 def check_step(config: StepConfig) -> None:
     """Raise InputError if --memory-budget is no size, or --offload no place."""
     parse_budget(config.memory_budget)
+    if isinstance(config, LoopConfig):
+        if config.device_memory not in ("auto", "none", "free"):
+            parse_budget(config.device_memory, "device-memory")
+        parse_budget(config.host_memory, "host-memory")
     if not is_place(config.place):
         raise InputError(f"--offload: expected {PLACES}, got {config.offload}")
 
@@ -36,8 +40,31 @@ def run_conflicts(config: LoopConfig) -> Iterator[tuple[str, str]]:
         yield f"--memory-budget {config.memory_budget}", "--activations recompute"
     if config.precision == "fp16" and config.step_in_backward:  # loss scaling needs all gradients at once
         yield "--precision fp16", "--step-in-backward"
+    yield from plan_conflicts(config)
     yield from optimizer_conflicts(config)
     yield from parallel_conflicts(config, config.parallel, config.compress)
+
+
+def plan_conflicts(config: LoopConfig) -> Iterator[tuple[str, str]]:
+    """Yield pairs of an option that asks for a plan, and one that has none."""
+    asks = config.asks_plan
+    if asks is not None:
+        for option in unplanned(config):
+            yield asks, option
+        if config.device_memory == "none":
+            yield asks, "--device-memory none"
+
+
+def unplanned(config: LoopConfig) -> Iterator[str]:
+    """Yield the options for which nothing is planned."""
+    refused = {
+        "--baseline": config.baseline,
+        "--compile": config.compile,
+        f"--memory-budget {config.memory_budget}": config.memory_budget is not None,
+        f"--parallel {config.parallel}": config.parallel != "none",
+        f"--optimizer {config.optimizer}": config.optimizer not in PLANNED_OPTIMIZERS,
+    }
+    yield from (option for option, is_set in refused.items() if is_set)
 
 
 def optimizer_conflicts(config: StepConfig) -> Iterator[tuple[str, str]]:

@@ -14,6 +14,7 @@ LOW_RANK = ("galore", "apollo", "apollo-mini")
 OPTIMIZERS = (
     "adamw", "lion", "sgd", "ademamix", "schedule-free-adamw", "lamb", "adafactor", "came", "muon", *LOW_RANK,
 )  # fmt: skip
+PLANNED_OPTIMIZERS = ("adamw", "lion", "sgd", "lamb", "ademamix")  # those for which --device-memory plans
 STATES = ("8bit", "4bit", "bf16", "fp32")
 COUNT = 10**9  # maximum of options that count steps, or events that happen at most once per step
 

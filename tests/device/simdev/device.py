@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -160,6 +161,10 @@ def empty_cache() -> None:
 
 def memory_allocated(device: torch.device | str | int | None = None) -> int:
     return counts(device).bytes
+
+
+def get_device_properties(device: torch.device | str | int | None = None) -> SimpleNamespace:
+    return SimpleNamespace(name="simdev", total_memory=1 << 40)
 
 
 def max_memory_allocated(device: torch.device | str | int | None = None) -> int:

@@ -286,7 +286,7 @@ def test_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str], model: str
             ["--schedule", "step"],
             "--schedule: expected constant | linear | cosine | wsd | flat-cos | inverse-sqrt, got step",
         ),
-        (["--precision", "fp8"], "--precision: expected fp32 | tf32 | bf16 | fp16, got fp8"),
+        (["--precision", "fp8"], "--precision: expected auto | fp32 | tf32 | bf16 | fp16, got fp8"),
         (["--preset", "huge"], "--preset: expected tiny | mini"),
         (["--vocab-size", "10"], "--vocab-size: expected at least 257"),
         (["--optimizer-state", "2bit"], "--optimizer-state: expected 8bit | 4bit | bf16 | fp32, got 2bit"),

@@ -46,13 +46,13 @@ def server() -> Iterator[Commands]:
 def together(server: Commands, tmp_path: Path) -> Callable[..., None]:
     """Run a command in two processes with the environment of torchrun, of which only the first says something."""
 
-    def run(*arguments: object) -> None:
+    def run(*arguments: object, more_code: str = "") -> None:
         place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         logs = [tmp_path / f"{name}.{rank}" for rank in range(2) for name in ("out", "errors")]
         processes = []
         for rank in range(2):
             environment = {**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            code = f"import os; os.environ.update({environment!r})"
+            code = f"import os; os.environ.update({environment!r})\n{more_code}"
             out, errors = logs[2 * rank : 2 * rank + 2]
             processes.append(server.start(*arguments, log=out, errors=errors, code=code))
         codes = [server.wait(process) for process in processes]
@@ -124,6 +124,34 @@ def test_resumed_run_is_bitwise_the_same(
     shutil.rmtree(again / "model")
     together("train", "--data", data, "--out", again, *TINY, *STEPS, "--parallel", strategy, "--resume")
     assert_equal(again, out)
+
+
+# Trials of the precision take 2 s in fp32, and in bf16 the seconds of each process.
+TRIALS = """
+from shoestring.training.run import precision
+precision.LEAST_MICRO_BATCHES, precision.SECONDS, precision.SHARE = 1, 1000, 100
+true = precision.run_pass
+seconds = {seconds}[int(os.environ["RANK"])]
+def run(trainer, name, batch):
+    return true(trainer, name, batch)._replace(seconds=seconds if name == "bf16" else 2.0)
+precision.run_pass = run
+"""
+
+
+@pytest.mark.parametrize(
+    ("seconds", "chosen"), [((0.5, 1.5), "bf16"), ((0.5, 3.0), "fp32"), ((9.0, 0.5), "fp32")]
+)
+@pytest.mark.sample(2)
+def test_processes_choose_one_precision(
+    seconds: tuple[float, float], chosen: str, data: Path, tmp_path: Path, together: Callable[..., None]
+) -> None:
+    """The slowest process decides, and the run has the bits of one with the option."""
+    train = ["train", "--data", data, *TINY, *STEPS, "--parallel", "ddp"]
+    code = TRIALS.format(seconds=seconds)
+    together(*train, "--out", tmp_path / "auto", "--precision", "auto", more_code=code)
+    assert json.loads((tmp_path / "auto/summary.json").read_text())["precision"] == chosen
+    together(*train, "--out", tmp_path / "given", "--precision", chosen)
+    assert_equal(tmp_path / "auto", tmp_path / "given")
 
 
 def worker(marker: str, rank: int) -> int | None:

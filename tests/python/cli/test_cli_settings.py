@@ -31,6 +31,11 @@ class Derived(Base):
     rate: Annotated[float, typer.Option(help="Rate.")] = 0.25
 
 
+@dataclass(frozen=True, kw_only=True)
+class Chosen(Base):
+    given: frozenset[str] = frozenset()
+
+
 def test_settings_become_options() -> None:
     received: list[Any] = []
 
@@ -50,6 +55,24 @@ def test_settings_become_options() -> None:
     assert received == [1, Derived(name="a", kind="b", size=2, rate=3.0), 4]
 
 
+def test_settings_know_which_options_the_user_gave() -> None:
+    """Also of an option that has its default value."""
+
+    received: list[Chosen] = []
+    program = typer.Typer()
+
+    @program.command()
+    @expand_settings
+    def command(config: Chosen) -> None:
+        received.append(config)
+
+    for arguments in ([], ["--size", "1"], ["--size", "2", "--rate", "0.5"]):
+        typer.main.get_command(program).main(args=arguments, standalone_mode=False)
+    assert [each.given for each in received] == [set(), {"size"}, {"size", "rate"}]
+    command(size=1, rate=0.5)
+    assert received[-1] == Chosen()
+
+
 def test_an_option_that_two_parameters_declare() -> None:
     with pytest.raises(ValueError, match="duplicate parameter name: 'size'"):
 
@@ -62,12 +85,13 @@ def test_an_option_that_two_parameters_declare() -> None:
 )
 def test_every_setting_is_an_option(name: str, settings: type[Any]) -> None:
     options = typer.main.get_command(app).commands[name].params  # type: ignore[attr-defined]
-    constants = {"betas", "eps", "activation_bytes"}
+    constants = {"betas", "eps", "activation_bytes", "given"}
     assert {each.name for each in fields(settings)} - constants <= {each.name for each in options}
 
 
 def test_a_resumed_run_shares_all_settings_but_those_marked() -> None:
     free = {"activations", "checkpoint_every", "device", "log_every", "memory_budget", "offload", "resume"}
+    free |= {"device_memory", "host_memory", "disk", "freedom", "given", "replan"}
     free |= {"host_allocator", "compress", "parallel", "threads", "trust_remote_code"}
     config = FinetuneConfig(model="m")
     assert {each.name for each in fields(config)} - config.fixed().keys() == free | {

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 import shoestring
 from cli_helpers import TINY, refuse, run, succeed, text
+from shoestring.optim import state_sizes
 from shoestring.optim.base import LowMemoryOptimizer
 from shoestring.training import memory
 from shoestring.training.config import FinetuneConfig, Preset, TrainConfig
-from shoestring.training.estimate import formulas
 from shoestring.training.estimate.config import EstimateConfig
 from shoestring.training.estimate.step import Estimate, estimate
 from shoestring.training.optimizers import OPTIMIZERS, build, classes, described, make_optimizers
@@ -114,7 +114,7 @@ def rest_of(model: nn.Module, optimizers: list[LowMemoryOptimizer]) -> dict[str,
     for opt in optimizers:
         for entry in opt.state.values():
             found.append({name: value.nbytes for name, value in entry.items() if name not in in_arenas})
-    return formulas.total(*found)
+    return state_sizes.total(*found)
 
 
 @pytest.mark.parametrize("weights", ["bf16", "bf16-stochastic", "bf16-remainder"])
@@ -124,7 +124,7 @@ def rest_of(model: nn.Module, optimizers: list[LowMemoryOptimizer]) -> dict[str,
 def test_state_weights_and_gradients_to_the_byte(optimizer: str, state: str, weights: str) -> None:
     config = configured(optimizer=optimizer, optimizer_state=state, weights=weights, device="cpu")
     model, optimizers, found = made(optimizer, config, torch.bfloat16)
-    measured = formulas.total(*({k: v.nbytes for k, v in a.values.items()} for a in arenas_of(optimizers)),
+    measured = state_sizes.total(*({k: v.nbytes for k, v in a.values.items()} for a in arenas_of(optimizers)),
                               rest_of(model, optimizers))  # fmt: skip
     assert sizes(found, "device") == measured
     assert sum(measured.values()) == sum(memory.optimizer_bytes(opt) for opt in optimizers)
@@ -167,7 +167,7 @@ def test_offloaded_state_and_its_traffic_to_the_byte(
     )
     model, optimizers, found = made(optimizer, config, torch.bfloat16, offload=where)
     arenas = arenas_of(optimizers)
-    kept = formulas.total(*({k: v.nbytes for k, v in arena.values.items()} for arena in arenas))
+    kept = state_sizes.total(*({k: v.nbytes for k, v in arena.values.items()} for arena in arenas))
     on_disk = place == "nvme"
     assert sizes(found, "disk" if on_disk else "host") == kept
     assert sizes(found, "device") == rest_of(model, optimizers)
@@ -188,7 +188,7 @@ def test_matrices_and_vectors_have_chunks_of_their_own() -> None:
     optimizers: Any = make_optimizers(model, TrainConfig(offload="stream", device="cpu"), clips=False)
     step(model, optimizers)
     arenas = arenas_of(optimizers)
-    kept = formulas.total(*({k: v.nbytes for k, v in arena.values.items()} for arena in arenas))
+    kept = state_sizes.total(*({k: v.nbytes for k, v in arena.values.items()} for arena in arenas))
     assert len(arenas) > 1 and sizes(found, "host") == kept
 
 
@@ -247,7 +247,7 @@ def test_a_step_on_the_host_to_the_byte(optimizer: str, state: str) -> None:
     )
     model, optimizers, found = made(optimizer, config, torch.bfloat16, offload="cpu")
     arenas = arenas_of(optimizers)
-    kept = formulas.total(
+    kept = state_sizes.total(
         *({k: v.nbytes for k, v in a.values.items()} for a in arenas), rest_of(model, optimizers)
     )
     assert sizes(found, "host") == kept and not sizes(found, "device")
@@ -414,7 +414,7 @@ def test_an_unknown_architecture_has_no_activations(
             ["--device", "tpu"],
             "--device: expected auto, cpu, cuda, cuda:N or the name of an installed backend of PyTorch, got tpu",
         ),
-        (["--precision", "fp8"], "--precision: expected fp32 | tf32 | bf16 | fp16, got fp8"),
+        (["--precision", "fp8"], "--precision: expected auto | fp32 | tf32 | bf16 | fp16, got fp8"),
         (["--batch-size", "0"], "--batch-size: expected at least 1, got 0"),
         (["--memory-budget", "2 cows"], "--memory-budget: expected a number of bytes, or a string such as"),
         (["--memory-budget", "1MB"], "--memory-budget 1000000: expected at least"),
@@ -499,6 +499,19 @@ def test_defaults_are_those_of_the_commands() -> None:
     assert found.quantize == tuned.frozen_format
     preset = EstimateConfig(model="tiny").filled()
     assert (preset.rank, preset.quantize) == (None, "none") and preset == replace(preset, full=False)
+
+
+def test_auto_precision_has_the_bytes_of_fp32(capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing is measured, and the output says so; JSON names the precision."""
+    shown, found = [], []
+    for precision in (["--precision", "auto"], ["--precision", "fp32"]):
+        succeed("estimate", "--model", "tiny", *precision)
+        shown.append(capsys.readouterr().out)
+        succeed("estimate", "--model", "tiny", "--json", *precision)
+        found.append(json.loads(capsys.readouterr().out))
+    first, rest = shown[0].split("\n", 1)
+    assert first.startswith("--precision auto: ") and "these are the bytes of fp32" in first
+    assert rest == shown[1] and found[0] == found[1] and found[0]["options"]["precision"] == "fp32"
 
 
 def test_memory_says_whether_it_fits(capsys: pytest.CaptureFixture[str]) -> None:

@@ -41,6 +41,11 @@ ALLOWED = {
     ("python/shoestring/_load.py", "torch.version.cuda"): "the version of CUDA for which PyTorch was built",
     ("python/shoestring/__main__.py", "torch.cuda"): "reports on the build of the CUDA kernels",
     ("python/shoestring/adapters/experts.py", "'is_cuda'"): "a name among the attributes of a tensor",
+    (
+        "python/shoestring/planning/measure.py",
+        "is_cuda(device)",
+    ): "TF32 is a format of NVIDIA's tensor cores",
+    ("python/shoestring/planning/measure.py", "torch.cuda"): "TF32 depends on the compute capability",
     ("python/shoestring/runs/fast_defaults.py", "is_cuda(device)"): "switches of cuBLAS and cuDNN",
     ("python/shoestring/runs/fast_defaults.py", "torch.cuda"): "TF32 depends on the compute capability",
     ("python/shoestring/training/run/device.py", "torch.backends.cuda"): "switches of cuBLAS",
@@ -48,6 +53,14 @@ ALLOWED = {
         "python/shoestring/training/run/device.py",
         "is_cuda(device)",
     ): "TF32 is a format of NVIDIA's tensor cores",
+    (
+        "python/shoestring/training/run/precision.py",
+        "is_cuda(device)",
+    ): "GPUs without TF32 or bf16 are told by the compute capability",
+    (
+        "python/shoestring/training/run/precision.py",
+        "torch.cuda",
+    ): "TF32 and bf16 depend on the compute capability",
     ("python/shoestring/training/memory.py", "is_cuda(device)"): "asks NVML, the library of NVIDIA's driver",
     ("python/shoestring/training/memory.py", "torch.cuda"): "asks NVML, the library of NVIDIA's driver",
 }

@@ -27,7 +27,7 @@ LIBRARY: dict[str, tuple[str, ...]] = {
     "blocks": ("adapters", "attention", "core", "gemm", "layers"),
     "offload": ("core", "quantization"),
     "optim": ("core", "files", "gemm", "offload", "quantization"),
-    "checkpoint": ("core", "offload"),
+    "checkpoint": ("core", "losses", "offload", "quantization"),
     "integrations": (
         "adapters",
         "attention",
@@ -42,6 +42,7 @@ LIBRARY: dict[str, tuple[str, ...]] = {
     "data": ("core", "files", "offload"),
     "runs": ("core", "files", "optim"),
     "distributed": ("checkpoint", "core", "files", "offload", "optim", "quantization", "runs"),
+    "planning": ("adapters", "checkpoint", "core", "distributed", "files", "optim", "quantization"),
 }
 # Rooms (source folders) of the command-line application. They may use every room of the library, and no room
 # of the library uses them.

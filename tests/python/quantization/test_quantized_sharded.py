@@ -16,6 +16,7 @@ import shoestring
 from processes import assert_replicated, run, train_halves
 from shoestring import QuantizedTensor
 from shoestring.distributed.groups import plain_tensors
+from shoestring.quantization.quantized_tensor import join_rows
 from split_models import blocks
 
 KINDS = [
@@ -230,6 +231,12 @@ def test_rows_are_tensors_of_their_own(kind: dict[str, Any]) -> None:
         assert torch.equal(weight[rows].dequantize(), dense[rows])
     for part, expected in zip(weight.split(64), dense.split(64), strict=True):
         assert part.shape == expected.shape and torch.equal(part.dequantize(), expected)
+    joined = join_rows(weight.split(64))
+    for part, whole in zip(joined.parts(), weight.detach().parts(), strict=True):
+        assert torch.equal(part, whole)
+    if weight.nested is not None:
+        with pytest.raises(ValueError, match="QuantizedTensor: expected slices of one tensor, received"):
+            join_rows([weight[:64], blocks(kind)[1].down.weight[64:]])
     assert torch.equal(weight.view(-1).dequantize(), dense.view(-1))
     zeros = weight.new_zeros(64, 512)
     assert zeros.shape == (64, 512)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -152,6 +153,9 @@ def _stats(run: FinishedRun) -> list[Stat]:
         notes.append(f"best validation loss {best:.4f}")
     loss = ("Training loss", train) if val is None else ("Validation loss", f"{val:.4f}")
     speed = ["median over steps"]
+    if "planned_seconds" in summary:
+        measured = statistics.median(row["seconds"] for row in run.metrics if "seconds" in row)
+        speed.append(f"{measured:.3g} s for a step, planned {summary['planned_seconds']:.3g} s")
     if "data_seconds" in summary:
         speed.append(f"waited for data {summary['data_seconds']:.2f} s of {summary['seconds']:.0f} s")
     if "device_utilization" in summary:
@@ -161,6 +165,8 @@ def _stats(run: FinishedRun) -> list[Stat]:
     if "device_reserved" in summary:
         where = summary["device"]
         memory.append(f"peak of the process {megabytes(summary['host_peak_memory'])} MB")
+    if "planned_peak" in summary:
+        memory.append(f"planned {megabytes(summary['planned_peak'])} MB")
     return [
         Stat(*loss, "", tuple(notes)),
         Stat("Speed", f"{summary['tokens_per_second']:,.0f}", " tokens/s", tuple(speed)),

@@ -277,6 +277,18 @@ def draw_run(run: FinishedRun) -> bytes:
     return _png(figure)
 
 
+def draw_frontier(points: list[tuple[int, float]], chosen: int) -> bytes:
+    """Draw speed against the memory of plans, in bytes and tokens/s, and mark the one with ``chosen`` bytes; a PNG."""
+    figure = _figure(6, 4)
+    axes = figure.subplots()
+    _prepare(axes, "Fastest plans", "peak memory, MB", "tokens/s")
+    colour = LIGHT[run_colour(0)]
+    axes.step([size / 1e6 for size, _ in points], [speed for _, speed in points], where="post", color=colour)
+    marked = [(size, speed) for size, speed in points if size == chosen]
+    axes.scatter([size / 1e6 for size, _ in marked], [speed for _, speed in marked], color=colour)
+    return _png(figure)
+
+
 def draw_comparison(runs: list[FinishedRun]) -> bytes:
     """Draw loss curves, memory stacked by part, and speed of all runs; return a PNG."""
     figure = _figure(13, 4.4 + 0.25 * max(0, len(runs) - 3))

@@ -20,6 +20,8 @@ OPTIONAL = {
     "data_seconds",
     "device_reserved",
     "device_utilization",
+    "planned_peak",
+    "planned_seconds",
     "seconds",
     "steps",
     "tokens",
@@ -122,17 +124,19 @@ def figures(run: FinishedRun) -> dict[str, str]:
 def _table(runs: list[FinishedRun]) -> list[list[str]]:
     """Return the rows of a table of runs, headings first, whose last columns are ratios to the first run.
 
-    The loss ratio uses the validation loss if every run has one, and the training loss otherwise.
+    The loss ratio uses the validation loss if every run has one, and the training loss otherwise. Runs that differ in
+    ``--precision`` have a column of it.
     """
     head = ["run", *figures(runs[0]), "loss ratio", "memory ratio", "speed ratio"]
     fields = (loss_field(runs), "peak_memory", "tokens_per_second")
-    return [
-        head,
-        *(
-            [run.name, *figures(run).values(), *(ratio(run, runs[0], field) for field in fields)]
-            for run in runs
-        ),
+    rows = [
+        [run.name, *figures(run).values(), *(ratio(run, runs[0], field) for field in fields)] for run in runs
     ]
+    precisions = [str(run.record["fingerprint"].get("precision", "–")) for run in runs]
+    if len(set(precisions)) > 1:  # ratios then compare more than the code
+        head.append("precision")
+        rows = [[*row, precision] for row, precision in zip(rows, precisions)]
+    return [head, *rows]
 
 
 def write_report(folder: Path) -> None:

@@ -12,6 +12,7 @@ from shoestring.core.device import is_cuda
 from shoestring.core.errors import InputError
 
 CPU = torch.device("cpu")
+PRECISIONS = ("fp32", "tf32", "bf16", "fp16")  # of matrix products, the most exact first
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -84,8 +85,14 @@ def base_dtype(products: str | None) -> torch.dtype:
 
 
 def autocast(products: str | None, device: torch.device) -> AbstractContextManager[Any]:
-    """Return an autocast context for matrix products in 16 bits, "bf16" or "fp16", or else a null context."""
-    return nullcontext() if products is None else torch.autocast(device.type, DTYPES[products])
+    """Return an autocast context for matrix products in 16 bits, "bf16" or "fp16", or else a null context.
+
+    Its cache is off. It would hold a 16-bit copy of every weight until the end of forward, also of blocks that are
+    computed again in backward.
+    """
+    if products is None:
+        return nullcontext()
+    return torch.autocast(device.type, DTYPES[products], cache_enabled=False)
 
 
 @contextmanager

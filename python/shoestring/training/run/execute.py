@@ -12,18 +12,27 @@ from shoestring.checkpoint.blocks import find_blocks
 from shoestring.checkpoint.model import CheckpointReport, checkpoint_model
 from shoestring.checkpoint.offload import offload_activations
 from shoestring.core.errors import InputError
+from shoestring.core.process_memory import return_freed
 from shoestring.files.atomic import atomic_directory, write_json
 from shoestring.training import memory
+from shoestring.training.config import LoopConfig
 from shoestring.training.optimizers import make_optimizers
 from shoestring.training.report.write import write_report
 from shoestring.training.run.checkpoint import checkpoints, load_checkpoint
 from shoestring.training.run.loop import Trainer
+from shoestring.training.run.plan import apply_plan, choose_plan
+from shoestring.training.run.precision import choose_precision
 from shoestring.training.run.processes import parallel
 from shoestring.training.run.summary import summarise
 from shoestring.training.run.weights import let_weights_leave, weights_errors
 
 
-def execute(trainer: Trainer, baseline: int, save: Callable[[Path], None]) -> dict[str, Any]:
+def execute(
+    trainer: Trainer,
+    baseline: int,
+    save: Callable[[Path], None],
+    rebuild: Callable[[LoopConfig], None] | None = None,
+) -> dict[str, Any]:
     """Train, save the result folder, and write summary.json and the report; return the summary.
 
     The first process of the run writes, and the others return an empty dictionary.
@@ -32,10 +41,13 @@ def execute(trainer: Trainer, baseline: int, save: Callable[[Path], None]) -> di
         trainer: the training loop, without optimizers.
         baseline: bytes of the device's memory that were in use before the model was made.
         save: function that fills the folder of the result.
+        rebuild: builds the trainer's model anew for the precision that was chosen, if its weights depend on it.
     """
+    choose_precision(trainer, rebuild)
+    plan = choose_plan(trainer)
     run, model, progress = trainer.run, trainer.model, trainer.progress
     config, processes = run.config, run.processes
-    report = _plan_activations(trainer)
+    report = _plan_activations(trainer) if plan is None else apply_plan(trainer, plan)
     # The plan of the memory budget runs backward passes, in which --step-in-backward must not step.
     trainer.parallel = parallel(model, config, processes)
     if trainer.parallel is not None:
@@ -55,6 +67,7 @@ def execute(trainer: Trainer, baseline: int, save: Callable[[Path], None]) -> di
     usage = memory.usage(run.device)
     peak = usage.get("device_peak", usage["peak"])
     peaks = processes.of_all(peak)
+    return_freed()  # the report needs memory, too
     if trainer.parallel is not None:
         trainer.parallel.undo()
     if not processes.is_first:
@@ -69,6 +82,8 @@ def execute(trainer: Trainer, baseline: int, save: Callable[[Path], None]) -> di
     ):
         save(folder)
     summary = summarise(trainer, baseline, peak, time.time() - began)
+    if plan is not None:
+        summary |= {"planned_peak": plan.peak, "planned_seconds": plan.seconds}
     if trainer.parallel is not None:
         summary |= {
             "parallel": trainer.parallel.strategy,
@@ -91,7 +106,11 @@ def _plan_activations(trainer: Trainer) -> CheckpointReport | None:
         if config.baseline:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         else:
-            report = checkpoint_model(model)
+            try:
+                report = checkpoint_model(model)
+            except ValueError as error:
+                reason = str(error).removeprefix("checkpoint_model: blocks: ").partition(";")[0]
+                raise InputError(f"--activations recompute: {reason}; leave the option out") from None
     if config.memory_budget is not None:
         model.train()
         try:

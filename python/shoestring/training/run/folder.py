@@ -9,23 +9,25 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
+from shoestring.core.device import is_asynchronous
 from shoestring.core.errors import InputError
 from shoestring.core.host_allocator import host_allocator
 from shoestring.data.token_file import read_token_file, write_token_file
 from shoestring.files.atomic import PARTIAL, remove_partial, write_json
 from shoestring.files.lock import LOCK, locked
+from shoestring.planning.training_plan import TrainingPlan, disk_budget
 from shoestring.training.config import MOST_THREADS, LoopConfig, require_equal
-from shoestring.training.conflicts import check_step, run_conflicts
+from shoestring.training.conflicts import check_step, run_conflicts, unplanned
 from shoestring.training.optimizers import check_optimizer
 from shoestring.training.options import refuse_together
 from shoestring.training.run.checkpoint import checkpoints, step_of
-from shoestring.training.run.device import CPU, check_precision, find_device
+from shoestring.training.run.device import CPU, PRECISIONS, check_precision, find_device
 from shoestring.training.run.digests import require_prepared
 from shoestring.training.run.processes import Processes, connect, disconnect
 from shoestring.training.run.signals import Interrupted
@@ -49,6 +51,7 @@ class Run(Generic[ConfigOfRun]):
         processes: the processes of the run.
         fingerprint: the settings that must not change when the run is resumed, so that its results are bitwise
             the same.
+        plan: the plan of the run, if it has one.
     """
 
     config: ConfigOfRun
@@ -57,6 +60,7 @@ class Run(Generic[ConfigOfRun]):
     device: torch.device = CPU
     processes: Processes = field(default_factory=Processes)
     fingerprint: dict[str, Any] = field(default_factory=dict)
+    plan: TrainingPlan | None = None
 
     @property
     def uses_host_allocator(self) -> bool:
@@ -82,19 +86,118 @@ def open_run(config: Config, command: str, out: Path) -> Iterator[Run[Config]]:
         Interrupted: a signal arrived; the text of the exception says what the run folder holds.
     """
     check_step(config)
+    if config.replan and not config.resume:
+        raise InputError("--replan: expected --resume as well, got a new run; leave --replan out")
     refuse_together(run_conflicts(config))
     check_optimizer(config)
     processes = connect(config)
     # Each process of a machine has taken an accelerator of its own by now.
     device = find_device(config.device)
     check_precision(config.precision, config.weights, device)
+    _check_budgets(config, device)
     run = Run(config, command, out, device, processes)
     if processes.is_first:
         with _own_folder(run):
-            yield run
+            yield _with_recorded_choices(run)
     else:
-        yield run
+        yield _with_recorded_choices(run)
     disconnect(processes)
+
+
+def _check_budgets(config: LoopConfig, device: torch.device) -> None:
+    """Raise InputError if --host-memory or --disk is none that the run can use."""
+    if config.host_memory is not None and not is_asynchronous(device):
+        raise InputError(
+            f"--host-memory {config.host_memory}: expected a GPU, got --device {device}, all of whose memory is that of "
+            "--device-memory; leave the option out"
+        )
+    try:
+        disk_budget(config.disk, here=True)
+    except InputError as error:
+        raise InputError(
+            f"--disk {config.disk}: {str(error).removeprefix('plan_training: disk: ')}"
+        ) from None
+
+
+def _with_recorded_choices(run: Run[Config]) -> Run[Config]:
+    """Give a run that is resumed the precision and the plan that run.json records."""
+    if not run.config.resume:
+        return run
+    recorded = _recorded(run)
+    choices: dict[str, Any] = {}
+    precision = recorded.get("fingerprint", {}).get("precision")
+    # The comparison of all settings reports a damaged one.
+    if run.config.precision == "auto" and precision in PRECISIONS:
+        choices["precision"] = precision
+    plan = recorded_plan(run)
+    config = run.config
+    if plan is None and config.asks_plan and not config.replan and checkpoints(run.folder):
+        raise InputError(
+            f"--resume {run.folder}: expected no {config.asks_plan}, since the run has begun without a plan; leave the "
+            "option out"
+        )
+    if plan is not None:
+        choices |= planned_options(plan)
+        for option in unplanned(run.config):
+            raise InputError(
+                f"--resume {run.folder}: expected no {option}, since the run has a plan; leave the option out"
+            )
+        asked, planned = run.config.batch_size * run.config.accumulate, plan.micro_batch * plan.accumulate
+        if asked != planned:
+            raise InputError(
+                f"--resume {run.folder}: --batch-size x --accumulate: expected {planned} rows in a step, as planned, "
+                f"got {asked}"
+            )
+        for name in choices.keys() & run.config.given - {"batch_size", "accumulate"}:
+            if getattr(run.config, name) != choices[name]:
+                raise InputError(
+                    f"--resume {run.folder}: {name} differs: {choices[name]} as planned, then "
+                    f"{getattr(run.config, name)}; leave the option out"
+                )
+        activations, treatments = run.config.activations, {one["treatment"] for one in plan.checkpoints}
+        if "activations" in run.config.given and treatments - {activations}:
+            raise InputError(
+                f"--resume {run.folder}: activations differs: {' and '.join(sorted(treatments))} as planned, then "
+                f"{activations}; leave the option out"
+            )
+    return replace(run, config=replace(run.config, **choices)) if choices else run
+
+
+def planned_options(plan: TrainingPlan) -> dict[str, Any]:
+    """Return the options of a run that its plan decides."""
+    return {
+        "batch_size": plan.micro_batch,
+        "accumulate": plan.accumulate,
+        "optimizer_state": plan.optimizer_state,
+        "step_in_backward": plan.step_in_backward,
+        "offload": plan.offload,
+    }
+
+
+def next_budget(plan: TrainingPlan, used: int | None = None) -> int:
+    """Return the most device memory of the plan that follows one with which memory ran out.
+
+    A tenth of what a step needs beside the weights and the process has to be free then.
+
+    Args:
+        plan: the former plan.
+        used: bytes of the weights and the process, if they are not those of the plan.
+    """
+    planned: int = plan.phases[0]["bytes"]
+    return (planned if used is None else used) + (plan.peak - planned) * 9 // 10
+
+
+def recorded_plan(run: Run[LoopConfig]) -> TrainingPlan | None:
+    """Return the plan that run.json records, or None; raise InputError if it is damaged."""
+    plan = _recorded(run).get("plan")
+    if plan is None:
+        return None
+    try:
+        return TrainingPlan(plan)
+    except (ValueError, TypeError) as error:
+        raise InputError(
+            f"{run.folder / 'run.json'}: plan: {str(error).splitlines()[0]}; give another --out"
+        ) from None
 
 
 @contextmanager
@@ -153,8 +256,8 @@ def begun(run: Run[LoopConfig]) -> Iterator[None]:
         raise
 
 
-def _read_record(run: Run[LoopConfig]) -> dict[str, Any]:
-    """Return the content of run.json, or {} without the file. Raise InputError if it records another run."""
+def _recorded(run: Run[LoopConfig]) -> dict[str, Any]:
+    """Return the content of run.json, or {} without the file. Raise InputError if it is damaged."""
     path = run.folder / "run.json"
     if not path.is_file():
         return {}
@@ -167,13 +270,21 @@ def _read_record(run: Run[LoopConfig]) -> dict[str, Any]:
             raise ValueError(f"threads: expected 1 to {MOST_THREADS}, got {recorded['threads']}")
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: not the record of a run ({error}); give another --out") from None
+    result: dict[str, Any] = recorded
+    return result
+
+
+def _read_record(run: Run[LoopConfig]) -> dict[str, Any]:
+    """Return the content of run.json, or {} without the file. Raise InputError if it records another run."""
+    recorded = _recorded(run)
+    if not recorded:
+        return {}
     if recorded["command"] != run.command:
         raise InputError(
             f"--resume {run.folder}: a run of `shoestring {recorded['command']}`, not of `shoestring {run.command}`"
         )
     require_equal(run.fingerprint, recorded["fingerprint"], str(run.folder))
-    result: dict[str, Any] = recorded
-    return result
+    return recorded
 
 
 def _begin(run: Run[LoopConfig], recorded: dict[str, Any]) -> None:
@@ -185,7 +296,24 @@ def _begin(run: Run[LoopConfig], recorded: dict[str, Any]) -> None:
     settings = {"threads": threads, "host_allocator": run.uses_host_allocator}
     if any(recorded.get(name) != value for name, value in settings.items()):
         record = {"command": run.command, "torch": torch.__version__, **settings}
-        write_json(run.folder / "run.json", {**record, "fingerprint": run.fingerprint})
+        write_json(run.folder / "run.json", recorded | record | {"fingerprint": run.fingerprint})
+
+
+def with_choices(run: Run[Config], choices: dict[str, Any], plan: TrainingPlan | None = None) -> Run[Config]:
+    """Return the run with options that were chosen for it, which the first process writes into run.json.
+
+    Args:
+        choices: values of options.
+        plan: the plan from which the options are, which a resumed run follows.
+    """
+    fixed = {name: value for name, value in choices.items() if name in run.fingerprint}
+    chosen = replace(
+        run, config=replace(run.config, **choices), fingerprint=run.fingerprint | fixed, plan=plan
+    )
+    if run.processes.is_first:
+        added: dict[str, Any] = {} if plan is None else {"plan": plan.to_dict()}
+        write_json(run.folder / "run.json", _recorded(run) | added | {"fingerprint": chosen.fingerprint})
+    return chosen
 
 
 def _progress_kept(out: Path) -> str:

@@ -24,13 +24,14 @@ from shoestring.data.packing import PackedOrder
 from shoestring.data.prefetcher import Prefetcher
 from shoestring.distributed.parallelize import ParallelReport
 from shoestring.optim import ScheduleFreeAdamW
+from shoestring.runs.find_batch_size import is_out_of_memory
 from shoestring.training import memory
 from shoestring.training.config import LoopConfig
 from shoestring.training.optimizers import trained
 from shoestring.training.report.metrics import MetricsLog
 from shoestring.training.run import device, signals
 from shoestring.training.run.checkpoint import checkpoints, save_checkpoint
-from shoestring.training.run.folder import Run
+from shoestring.training.run.folder import Run, next_budget
 from shoestring.training.run.models import Loss
 from shoestring.training.run.processes import whole
 from shoestring.training.run.readings import Readings
@@ -89,8 +90,13 @@ class Trainer:
     told: set[str] = field(init=False, default_factory=set)
 
     def __post_init__(self) -> None:
+        self.follow(self.run)
+
+    def follow(self, run: Run[LoopConfig]) -> None:
+        """Take the options of this run."""
+        self.run = run
         # It scales the loss for fp16, so that small gradients do not become zero; otherwise it does nothing.
-        self.scaler = GradScaler(self.run.device.type, enabled=self.run.config.precision == "fp16")
+        self.scaler = GradScaler(run.device.type, enabled=run.config.precision == "fp16")
 
     def fit(self, start: int = 0) -> None:
         """Train from step ``start`` (counted from 0) to the last step of the configuration.
@@ -135,7 +141,9 @@ class Trainer:
                 data: StepData = next(feed)
                 row = {"step": step + 1, "lr": lr, "tokens": data.tokens}
                 row["data_seconds"] = feed.seconds_waited - waited
-                self._accumulate(step, data, readings, first=step == start)
+                failure = self._gradients(step, data, readings, first=step == start)
+                if failure is not None:
+                    self._stop_without_memory(step, failure, readings, log)
                 self._step(parameters, readings)
                 row |= memory.usage(self.run.device)
                 if readings.is_full_after_next:
@@ -154,7 +162,7 @@ class Trainer:
                     break
         self._set_mode(training=False)  # before the processes give up their parts of the weights
 
-    def _order(self) -> BatchOrder | PackedOrder:
+    def order(self) -> BatchOrder | PackedOrder:
         """Return the order in which training draws rows."""
         config = self.run.config
         if self.pack != "fill":
@@ -164,19 +172,62 @@ class Trainer:
 
     def _feed(self, start: int) -> Prefetcher:
         """Return an iterator over the data of the steps from ``start`` on, on the device, read one step ahead."""
-        order = self._order()
+        order = self.order()
 
         def read(step: int, empty: Empty) -> StepData:
             drawn = order.step(step)
             rank, count = self.run.processes.rank, self.run.processes.count
-            batches = [self._batch(self.train, rows, empty) for rows in drawn[rank::count]]
+            batches = [self.batch(self.train, rows, empty) for rows in drawn[rank::count]]
             counted = sum(labelled(labels) for _, labels, _ in batches)
             for number, rows in enumerate(drawn):
                 if number % count != rank:  # rows of another process
-                    counted += labelled(self._batch(self.train, rows, in_host_memory)[1])
+                    counted += labelled(self.batch(self.train, rows, in_host_memory)[1])
             return StepData(batches, counted, sum(self.train.count(rows) for rows in drawn))
 
         return Prefetcher(read, self.run.device, start=start, stop=self.run.config.steps, fills_buffers=True)
+
+    def _gradients(self, step: int, data: StepData, readings: Readings, first: bool) -> str | None:
+        """Run all micro-batches of a step; return a description of the error if memory runs out, else None."""
+        try:
+            self._accumulate(step, data, readings, first)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            return str(error).partition("\n")[0] or "out of memory"
+        return None
+
+    def _stop_without_memory(self, step: int, failure: str, readings: Readings, log: MetricsLog) -> None:
+        """Save the last complete step, and raise InputError that says how to go on; the activations are freed by now."""
+        readings.drop_step()
+        config = self.run.config
+        reason = f"step {step + 1}: out of memory ({failure})"
+        if config.step_in_backward or self.run.processes.count > 1:
+            # Weights have been stepped, or other processes wait for this one.
+            raise InputError(
+                f"{reason}; take a smaller --batch-size or --device-memory{self.checkpoint_note()}"
+            )
+        for parameter in trained(self.model):
+            parameter.grad = None
+        self._after_interval(readings.end_interval(wait=True), log)
+        if step == 0:
+            raise InputError(f"{reason}; give a smaller --device-memory, with which the step is planned")
+        self._save(step, log)
+        raise InputError(
+            f"{reason}; step {step} is saved, and --resume --replan goes on from there within a smaller --device-memory"
+            f"{self._smaller_plan()}"
+        )
+
+    def _smaller_plan(self) -> str:
+        """Say which memory the next plan needs, and at which speed, if the run has a plan and there is a smaller one."""
+        plan = self.run.plan
+        if plan is None:
+            return ""
+        smaller = [point for point in plan.frontier if point["peak_bytes"] <= next_budget(plan)]
+        if not smaller:
+            return ""
+        next_one = smaller[-1]
+        speed = plan.seconds / next_one["seconds"]
+        return f": the next plan needs {next_one['peak_bytes'] / 2**30:.2f} GiB, at {speed:.0%} of the speed"
 
     def _accumulate(self, step: int, data: StepData, readings: Readings, first: bool) -> None:
         """Run forward and backward of all micro-batches of a step.
@@ -243,22 +294,24 @@ class Trainer:
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
 
-    def _batch(self, data: Rows, rows: list[int], empty: Empty = in_host_memory) -> Batch:
+    def batch(self, data: Rows, rows: list[int], empty: Empty = in_host_memory) -> Batch:
         """Return the micro-batch of these rows of the data, on the host."""
         if self.pack != "none" and isinstance(data, Examples):
             return data.packed(rows, empty)
         return (*data.rows(rows, empty), {})
 
-    def largest_batch(self) -> Tensor:
-        """Return the loss of a micro-batch of the longest rows; no other micro-batch needs more memory."""
+    def longest_rows(self) -> list[int]:
+        """Return a micro-batch of the longest rows, the longest first; no other micro-batch needs more memory."""
         rows = sorted(range(len(self.train)), key=lambda row: -self.train.count([row]))
         if self.pack == "fill":
             most = self.run.config.batch_size * self.run.config.seq_len
             tokens = itertools.accumulate(max(1, self.train.count([row])) for row in rows)
-            rows = rows[: bisect.bisect_right(list(tokens), most)]
-        else:
-            rows = rows[: self.run.config.batch_size]
-        batch = self._batch(self.train, rows)
+            return rows[: bisect.bisect_right(list(tokens), most)]
+        return rows[: self.run.config.batch_size]
+
+    def largest_batch(self) -> Tensor:
+        """Return the loss of a micro-batch of the longest rows."""
+        batch = self.batch(self.train, self.longest_rows())
         inputs, labels, more = _pytree.tree_map_only(Tensor, lambda t: t.to(self.run.device), batch)
         with self.autocast():
             return self.loss(inputs, labels, items=max(1, labelled(batch[1])), **more)
@@ -350,7 +403,7 @@ class Trainer:
 
         def read(number: int, empty: Empty) -> tuple[Batch, int]:
             first = number * size
-            batch = self._batch(self.val, list(range(first, min(first + size, len(self.val)))), empty)
+            batch = self.batch(self.val, list(range(first, min(first + size, len(self.val)))), empty)
             return batch, labelled(batch[1])
 
         self._set_mode(training=False)

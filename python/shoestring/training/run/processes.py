@@ -59,6 +59,14 @@ class Processes:
         dist.all_reduce(total)
         return total
 
+    def largest(self, values: Tensor) -> Tensor:
+        """Return the largest of each element of a tensor over the processes."""
+        if self.count == 1:
+            return values
+        largest = values.clone()
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return largest
+
     def any(self, condition: bool) -> bool:
         """Return whether the condition holds in any process."""
         return condition if self.count == 1 else bool(self.total(torch.tensor(float(condition))).item())

@@ -70,6 +70,10 @@ class Readings:
         """Add the loss of a micro-batch, a scalar on the device."""
         self._losses.append(loss.detach().float())
 
+    def drop_step(self) -> None:
+        """Forget the losses of a step that failed."""
+        self._losses.clear()
+
     def add_norm(self, norm: Tensor) -> None:
         """End the losses of a step with its gradient norm, and update ``bad``, before the optimizer steps.
 

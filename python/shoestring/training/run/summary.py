@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shoestring.core.errors import InputError
+from shoestring.optim import state_sizes
 from shoestring.training import memory
 from shoestring.training.estimate import formulas
 from shoestring.training.optimizers import trained
@@ -57,6 +58,7 @@ def summarise(trainer: Trainer, baseline: int, peak: int, seconds: float) -> dic
         "seconds": seconds,
         "data_seconds": sum(row.get("data_seconds", 0) for row in rows),
         "device": str(run.device),
+        "precision": run.config.precision,
         "peak_memory": max([peak, *(row.get("device_peak", row["peak"]) for row in rows)]),
         "host_peak_memory": max(row["peak"] for row in rows),
         **_device(rows),
@@ -96,7 +98,9 @@ def memory_parts(trainer: Trainer, baseline: int, peak: int) -> list[Part]:
         optimizer_formula, expected_optimizer = "8 B x trained", 8 * count + 4 * len(params)
     else:
         # By default, AdamW keeps two 8-bit codes per element, and two fp32 scales per block of 256.
-        expected_optimizer = sum(sum(formulas.optimizer_state(each).bytes().values()) for each in optimizers)
+        expected_optimizer = sum(
+            sum(state_sizes.optimizer_state(each).bytes().values()) for each in optimizers
+        )
         size = f"{expected_optimizer / max(1, count):.3g}"
         if config.optimizer == "adamw" and config.weights != "bf16-remainder":
             size = {"fp32": "8", "bf16": "4", "8bit": "(2 + 8/256)"}.get(config.optimizer_state, size)
@@ -166,6 +170,8 @@ def _activations(trainer: Trainer) -> tuple[int | None, str]:
     config = trainer.run.config
     if config.activations == "offload" and config.memory_budget is None:
         return trainer.saved_activations, "copied to host memory"
+    if trainer.run.plan is not None:
+        return None, "as planned for --device-memory"
     if trainer.planned_activations is not None:
         return trainer.planned_activations, "as planned under --memory-budget"
     tokens = config.batch_size * config.seq_len

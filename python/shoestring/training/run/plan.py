@@ -1,0 +1,243 @@
+"""Plan a run: what a step does so that it is the fastest within the budgets, by default within what is free.
+
+With ``--device-memory auto``, a run is planned if planning takes at most a tenth of its estimated time, or if its
+micro-batches may need more than the free memory. Options for which nothing is planned, and models without a list of
+blocks, then train as the options say.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree
+
+from shoestring.checkpoint.measure import metered, no_collection
+from shoestring.checkpoint.weights import OWNER
+from shoestring.core.device import is_asynchronous
+from shoestring.core.errors import InputError
+from shoestring.core.process_memory import resident_bytes, spare_bytes
+from shoestring.data.batches import labelled
+from shoestring.planning.situation import BESIDE_STEPS
+from shoestring.planning.training_plan import AppliedPlan, TrainingPlan, plan_training
+from shoestring.training.config import ROUNDING, FinetuneConfig, LoopConfig
+from shoestring.training.conflicts import unplanned
+from shoestring.training.memory import parse_budget
+from shoestring.training.optimizers import trained
+from shoestring.training.run.checkpoint import checkpoints
+from shoestring.training.run.folder import next_budget, planned_options, recorded_plan, with_choices
+from shoestring.training.run.loop import Trainer
+from shoestring.training.run.probe import (
+    LEAST_MICRO_BATCHES,
+    micro_batches,
+    run_pass,
+    some_batch,
+    takes_seconds,
+)
+
+SHARE = 0.9  # of the free memory; the rest is left to other programs
+SECONDS = 10.0  # about the time that planning takes
+SHARE_OF_RUN = 0.1  # most of a run's estimated time that planning may take unasked
+STATE_BYTES = 8  # most bytes of AdamW's state of a trained weight
+# The errors of a plan that no budget admits.
+TOO_SMALL = (
+    "expected larger budgets",
+    "expected device_memory",
+    "expected host_memory",
+    "expected disk of at least",
+)
+# The option that decides a lever of a plan.
+OPTION_OF = {
+    "micro_batch": "--accumulate",
+    "activations": "--activations",
+    "optimizer_state": "--optimizer-state",
+    "step_in_backward": "--step-in-backward",
+    "offload": "--offload",
+    "precision": "--precision",
+}
+# The levers whose values are those of the option.
+SAME = OPTION_OF.keys() - {"micro_batch", "precision"}
+
+
+class _NoPlanError(InputError):
+    """No plan fits into the budgets."""
+
+
+def choose_plan(trainer: Trainer) -> TrainingPlan | None:
+    """Plan a run, say what was chosen, and record it in run.json; return None for a run without a plan.
+
+    A resumed run follows the plan that it has.
+    """
+    run = trainer.run
+    config = run.config
+    former = recorded_plan(run) if config.resume else None
+    if former is not None and not config.replan:
+        first = str(former).partition("\n")[0]
+        trainer.progress.note(f"--resume: the run keeps its plan, also with other budgets: {first}")
+        trainer.follow(replace(run, plan=former))
+        return former
+    hindrance = None if config.asks_plan else _hindrance(trainer)
+    if hindrance is not None:
+        if hindrance:
+            trainer.progress.note(f"plan: none, since {hindrance}")
+        return None
+    most = None
+    if former is not None:
+        most = next_budget(former, None if is_asynchronous(run.device) else resident_bytes() + BESIDE_STEPS)
+    try:
+        plan = plan_run(trainer, most)
+    except InputError as error:
+        if config.asks_plan:
+            raise
+        if isinstance(error, _NoPlanError):
+            raise InputError(f"{error}; --device-memory none trains without a plan") from None
+        trainer.progress.note(f"plan: none, since {error}")
+        return None
+    _say(trainer, plan)
+    trainer.follow(with_choices(run, planned_options(plan), plan))
+    return plan
+
+
+def _hindrance(trainer: Trainer) -> str | None:
+    """Return why a run is not planned unasked, an empty text if that needs no word; None if it is planned."""
+    run = trainer.run
+    config, device = run.config, run.device
+    if config.device_memory == "none" or config.baseline or (config.resume and checkpoints(run.folder)):
+        return ""
+    for option in unplanned(config):
+        return f"nothing is planned with {option}"
+    if config.weights_place is not None and not hasattr(trainer.model, OWNER):
+        return f"the weights leave for --offload-weights {config.weights_place} later"
+    number = micro_batches(config, 1)
+    if number < LEAST_MICRO_BATCHES:
+        return f"the run has {number} micro-batches, fewer than {LEAST_MICRO_BATCHES}"
+    if takes_seconds(trainer):
+        return None
+    trainer.model.train()
+    longest = trainer.longest_rows()
+    batch = some_batch(trainer, longest[:1])
+    run_pass(trainer, config.precision, batch)  # the first pass of a process takes longer
+    with no_collection(), metered(device) as meter:
+        seconds = run_pass(trainer, config.precision, batch).seconds
+        row = meter.peak() * config.seq_len // max(1, batch[0].numel())
+    whole = seconds * config.seq_len / max(1, batch[0].numel()) * config.batch_size * number
+    params = trained(trainer.model)
+    size = sum(p.nbytes + STATE_BYTES * p.numel() for p in params) + row * config.batch_size
+    used = 0 if is_asynchronous(device) else resident_bytes()
+    budget = budget_of(config, device)
+    if whole * SHARE_OF_RUN < SECONDS and (budget is None or used + size <= budget):
+        return f"planning takes about {SECONDS:.0f} s, more than a tenth of this run"
+    return None
+
+
+def plan_run(trainer: Trainer, most: int | None = None) -> TrainingPlan:
+    """Return the fastest plan within ``--device-memory``, ``--host-memory`` and ``--disk``, or without a limit.
+
+    ``most`` is another limit of device memory, in bytes.
+
+    Raises:
+        InputError: no plan fits, or a budget is no size.
+    """
+    config = trainer.run.config
+    trainer.model.train()
+    longest = trainer.longest_rows()
+    budget = budget_of(config, trainer.run.device)
+    if most is not None:
+        budget = most if budget is None else min(most, budget)
+    # State that a given --offload moves to a folder needs no --disk.
+    moved = config.offload.removeprefix("nvme:") if config.offload.startswith("nvme:") else None
+    disk = config.disk or moved
+    try:
+        return plan_training(
+            trainer.model,
+            example=lambda number: _loss(trainer, longest, number),
+            batch_size=config.batch_size * config.accumulate,
+            device_memory=budget,
+            host_memory=config.host_memory,
+            disk=disk,
+            freedom=config.freedom,  # type: ignore[arg-type]  # the parser has checked it
+            optimizer=config.optimizer,
+            optimizer_options={"weight_rounding": ROUNDING[config.weights]},
+            fixed=_given(config, trainer.pack),
+        )
+    except ValueError as error:
+        reason = str(error).splitlines()[0].removeprefix("plan_training: ")
+        lever, _, received = reason.removeprefix("fixed: ").partition(": ")
+        if lever in OPTION_OF and reason.startswith("fixed: "):
+            raise InputError(
+                f"{OPTION_OF[lever]}: {received}; a plan has no other here, so leave the option out"
+            ) from None
+        if lever == "disk":
+            raise InputError(f"--offload {config.offload}: {received}") from None
+        reason = reason.replace('with freedom "method"', "without --full")
+        kind = _NoPlanError if reason.startswith(TOO_SMALL) else InputError
+        raise kind(f"--device-memory {config.device_memory}: {reason}") from None
+
+
+def apply_plan(trainer: Trainer, plan: TrainingPlan) -> AppliedPlan:
+    """Give the blocks of the model their treatments; raise InputError if the plan in run.json is of another model."""
+    try:
+        return plan.apply(trainer.model)
+    except InputError as error:
+        reason = str(error).removeprefix("TrainingPlan: apply: ")
+        raise InputError(f"{trainer.run.folder / 'run.json'}: plan: {reason}; give another --out") from None
+
+
+def budget_of(config: LoopConfig, device: torch.device) -> int | None:
+    """Return the value of ``--device-memory`` in bytes, or None for "none".
+
+    "free" and "auto" are what is free now and what the run has.
+
+    Raises:
+        InputError: the value is no size.
+    """
+    if config.device_memory == "none":
+        return None
+    if config.device_memory not in ("free", "auto"):
+        return parse_budget(config.device_memory, "device-memory")
+    if is_asynchronous(device):
+        free, _ = torch.accelerator.get_memory_info(device)
+        return int(SHARE * free) + torch.accelerator.memory_reserved(device)
+    return int(SHARE * spare_bytes()[1]) + resident_bytes()
+
+
+def _say(trainer: Trainer, plan: TrainingPlan) -> None:
+    """Say in at most eight lines what was chosen, why, and how to choose otherwise."""
+    first = str(plan).partition("\n")[0]
+    reasons = [reason for reason in plan.reasons if not reason["text"].endswith(": as given")]
+    trainer.progress.note(f"plan: {first}")
+    for reason in reasons[:6]:
+        trainer.progress.note(f"plan: {reason['text']}")
+    options = [OPTION_OF.get(reason["lever"]) for reason in reasons]
+    named = ", ".join(option for option in options if option is not None)
+    if named:
+        trainer.progress.note(f"plan: to choose otherwise, give {named}; the rest is then planned around it")
+
+
+def _given(config: LoopConfig, pack: str) -> dict[str, Any]:
+    """Return the choices that the user's options have made already."""
+    fixed: dict[str, Any] = {"precision": config.precision}
+    # Only a model that was trained before can do with adapters, which `finetune` has without --full.
+    if not isinstance(config, FinetuneConfig):
+        fixed["adapters"] = "none"
+    # The state of a run that goes on has its format, and steps in backward if it has had them.
+    given = config.given | {"optimizer_state", "step_in_backward"} if config.replan else config.given
+    for name in sorted(SAME):
+        value = getattr(config, name)
+        if name in given or value != getattr(LoopConfig, name):
+            fixed[name] = value
+    # A row of --pack fill holds as many tokens as a micro-batch. A run that goes on may divide its batch anew.
+    if pack == "fill" or ("accumulate" in given and not config.replan):
+        fixed["micro_batch"] = config.batch_size
+    return fixed
+
+
+def _loss(trainer: Trainer, longest: list[int], number: int) -> Tensor:
+    """Return the loss of a micro-batch of so many of the longest rows, which are repeated if the data has fewer."""
+    rows = list(itertools.islice(itertools.cycle(longest), number))
+    batch = trainer.batch(trainer.train, rows)
+    inputs, labels, more = _pytree.tree_map_only(Tensor, lambda t: t.to(trainer.run.device), batch)
+    return trainer.loss(inputs, labels, items=max(1, labelled(batch[1])), **more)

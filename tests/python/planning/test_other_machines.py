@@ -1,6 +1,5 @@
 """Test plans for a machine that is not here: times against counts by hand and against measured ones, and missing rates."""
 
-import statistics
 import time
 from dataclasses import replace
 from typing import Any
@@ -222,8 +221,9 @@ def machine_here() -> shoestring.Machine:
     )
 
 
+@pytest.mark.alone
 def test_predicted_times_are_those_of_a_machine_that_was_measured() -> None:
-    """Quiet machines are within 30 %; a test has to allow for other programs that run."""
+    """Quiet machines are within 30 %. Other programs only make a pass longer, so the fastest one counts."""
     width, machine = 512, machine_here()
     blocks = (
         nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)) for _ in range(4)
@@ -238,4 +238,4 @@ def test_predicted_times_are_those_of_a_machine_that_was_measured() -> None:
     for model, example in models:
         plan = shoestring.plan_training(model, example=example, batch_size=8, hardware=machine, fixed=fixed)
         took = [run_trial(plan, model, example, shoestring.optim.AdamW).seconds for _ in range(5)]
-        assert 0.3 < plan.seconds / statistics.median(took) < 3
+        assert 0.3 < plan.seconds / min(took) < 3

@@ -96,6 +96,17 @@ ActivationStoreCore::ActivationStoreCore(c10::Device on, Compression compress, i
   if (!folder.empty()) file = std::make_unique<SwapFile>(kOp, folder);
 }
 
+ActivationStoreCore::~ActivationStoreCore() {
+  if (!process.is_here()) return;
+  for (const auto& [host, fence] : retired) {
+    // The errors of copies do not matter any more.
+    try {
+      fence->synchronize();
+    } catch (...) {
+    }
+  }
+}
+
 bool ActivationStoreCore::stays(const at::Tensor& x) const {
   const auto* impl = x.unsafeGetTensorImpl();
   if (x.device() != device || x.layout() != at::kStrided || impl->is_python_dispatch() || !x.has_storage())

@@ -73,6 +73,8 @@ class ActivationTurn {
 struct ActivationStoreCore : std::enable_shared_from_this<ActivationStoreCore> {
   ActivationStoreCore(c10::Device device, Compression compression, int64_t prefetch, int64_t max_pending,
                       int64_t min_bytes, const std::string& folder, int64_t host_bytes);
+  /// Waits for the copies that may still use retired host memory.
+  ~ActivationStoreCore();
 
   bool stays(const at::Tensor& x) const;
   std::shared_ptr<ActivationEntry> entry_of(const at::Tensor& x);

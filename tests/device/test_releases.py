@@ -1,5 +1,7 @@
 """Memory that the library gives up is reused only after the work and the copies that still read it."""
 
+import gc
+
 import pytest
 import torch
 from simdev import device as simdev
@@ -37,6 +39,19 @@ def test_a_graph_without_backward_waits_for_its_copies() -> None:
         del loss, x
         for _ in range(8):  # work that reuses the memory
             torch.full((16, 192), 7.0, device="simdev").mul_(2)
+
+
+@pytest.mark.usefixtures("mode")
+def test_an_object_that_is_freed_waits_for_its_copies() -> None:
+    """Copies to the host may still run when the object that owns the host memory is freed."""
+    model = mlp().to("simdev")
+    for step in range(4):
+        x = rows(step).to("simdev")
+        offload = shoestring.offload_activations(exclude=model, device="simdev", min_bytes=0)
+        with offload:
+            loss = model(x).square().mean()
+        del loss, x, offload
+    gc.collect()
 
 
 @pytest.mark.usefixtures("mode")

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
+from shoestring.core.errors import InputError
 from shoestring.planning.situation import Json
 
 Levers = Mapping[str, str]
@@ -23,14 +24,25 @@ OF_THE_MODEL = {"weights_place", "keep"}
 OF_FORMS = ("precision", "weights", "adapters", "quantize")
 
 
+class NoPlanError(InputError):
+    """No plan fits. The message says the least budgets with which one does, or which freedom has one."""
+
+
 def search(situation: Json, freedom: str, fixed: Levers) -> Json:
     """Return the fastest plan that C++ finds.
 
     Raises:
-        ValueError: no plan fits.
+        NoPlanError: no plan fits.
+        ValueError: a choice that is given does not exist.
     """
     text = json.dumps({"format": "shoestring.situation", "format_version": 1} | situation)
-    found: Json = json.loads(torch.ops.shoestring._plan_training(text, freedom, dict(fixed)))
+    try:
+        found: Json = json.loads(torch.ops.shoestring._plan_training(text, freedom, dict(fixed)))
+    except ValueError as error:
+        # Other errors name an argument.
+        if str(error).startswith("plan_training: expected "):
+            raise NoPlanError(error) from None
+        raise
     # Nothing else was measured, so a reason could only say that no plan fits without them.
     decided = OF_THE_MODEL | {
         lever for lever in OF_FORMS if len({form[lever] for form in situation["forms"]}) == 1

@@ -194,7 +194,7 @@ class Sharing:
         """Return the fastest plan of a rank, whose time is that of a step with what is sent.
 
         Raises:
-            ValueError: no plan fits.
+            NoPlanError: no plan fits.
         """
         plans = list(self._plans(found, freedom, given))
         if not plans:
@@ -208,9 +208,7 @@ class Sharing:
             fixed = {"micro_batch": rows, **given} if micro == 1 else given
             try:
                 one = candidates.search(self.situation(found, micro), freedom, fixed)
-            except ValueError as error:
-                if str(error).startswith("plan_training: fixed: "):
-                    raise
+            except candidates.NoPlanError:
                 continue
             if (one["accumulate"] == 1) == (micro == 1):
                 yield self._sent(one)
@@ -259,14 +257,14 @@ def plan_ranks(
         link: what connects them.
 
     Raises:
-        ValueError: no plan fits with any strategy.
+        NoPlanError: no plan fits with any strategy.
     """
     if given.get("step_in_backward") == "true":
         raise InputError(
             "plan_training: fixed: step_in_backward: expected false for several processes, received true"
         )
     plans: dict[str, Json] = {}
-    errors: dict[str, ValueError] = {}
+    errors: dict[str, candidates.NoPlanError] = {}
     for strategy in STRATEGIES[:4]:
         if strategy == "zero3" and any(p.ndim == 0 for p in model.parameters()):
             continue
@@ -274,9 +272,7 @@ def plan_ranks(
             plans[strategy] = Sharing(strategy, model, make, processes, link, found["host_is_device"]).plan(
                 found, freedom, given
             )
-        except ValueError as error:
-            if str(error).startswith("plan_training: fixed: "):
-                raise
+        except candidates.NoPlanError as error:
             errors[strategy] = error
     if not plans:
         raise errors[next(reversed(errors))]

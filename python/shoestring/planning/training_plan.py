@@ -349,10 +349,9 @@ def plan_training(
     found, refused = measured(methods(model, freedom, given))
     try:
         best = candidates.search(found, freedom, given)
-    except ValueError as error:
-        is_wrong = str(error).startswith("plan_training: fixed: ")
+    except candidates.NoPlanError as error:
         freer = [method for method in methods(model, "method", given) if method.freedom == "method"]
-        if is_wrong or freedom == "method" or "a plan fits" in str(error) or not freer:
+        if freedom == "method" or "a plan fits" in str(error) or not freer:
             raise
         with suppress(InputError):
             found["forms"] += measured(freer)[0]["forms"]
@@ -435,11 +434,12 @@ def _as_found(chosen: Measured, best: Json, given: Mapping[str, str], how: str) 
     content = chosen.plan._content
     reasons = content["reasons"]
     if content != best:
-        # The search had choices given, and may have had a smaller budget.
-        reasons = [reason for reason in reasons if reason["lever"]]
-        for reason in reasons:
-            if reason["lever"] not in given:
-                reason["text"] = reason["text"].replace(": as given", f": as {how}")
+        # The search had choices given, or a smaller budget, so what it says of other plans does not hold.
+        reasons = [
+            reason if reason["lever"] in given else reason | {"text": f"{reason['text'].partition(': ')[0]}: as {how}"}
+            for reason in reasons
+            if reason["lever"]
+        ]
     least = min(best["least_seconds"], chosen.seconds)
     same = {name: best[name] for name in ("alternatives", "frontier", "freedom")}
     return content | same | {"seconds": chosen.seconds, "least_seconds": least, "reasons": reasons}

@@ -21,6 +21,7 @@ from shoestring.core.device import is_asynchronous
 from shoestring.core.errors import InputError
 from shoestring.core.process_memory import resident_bytes, spare_bytes
 from shoestring.data.batches import labelled
+from shoestring.planning.candidates import NoPlanError
 from shoestring.planning.situation import BESIDE_STEPS
 from shoestring.planning.training_plan import AppliedPlan, TrainingPlan, plan_training
 from shoestring.training.config import ROUNDING, FinetuneConfig, LoopConfig
@@ -42,13 +43,6 @@ SHARE = 0.9  # of the free memory; the rest is left to other programs
 SECONDS = 10.0  # about the time that planning takes
 SHARE_OF_RUN = 0.1  # most of a run's estimated time that planning may take unasked
 STATE_BYTES = 8  # most bytes of AdamW's state of a trained weight
-# The errors of a plan that no budget admits.
-TOO_SMALL = (
-    "expected larger budgets",
-    "expected device_memory",
-    "expected host_memory",
-    "expected disk of at least",
-)
 # The option that decides a lever of a plan.
 OPTION_OF = {
     "micro_batch": "--accumulate",
@@ -60,10 +54,6 @@ OPTION_OF = {
 }
 # The levers whose values are those of the option.
 SAME = OPTION_OF.keys() - {"micro_batch", "precision"}
-
-
-class _NoPlanError(InputError):
-    """No plan fits into the budgets."""
 
 
 def choose_plan(trainer: Trainer) -> TrainingPlan | None:
@@ -92,7 +82,7 @@ def choose_plan(trainer: Trainer) -> TrainingPlan | None:
     except InputError as error:
         if config.asks_plan:
             raise
-        if isinstance(error, _NoPlanError):
+        if isinstance(error, NoPlanError):
             raise InputError(f"{error}; --device-memory none trains without a plan") from None
         trainer.progress.note(f"plan: none, since {error}")
         return None
@@ -139,7 +129,8 @@ def plan_run(trainer: Trainer, most: int | None = None) -> TrainingPlan:
     ``most`` is another limit of device memory, in bytes.
 
     Raises:
-        InputError: no plan fits, or a budget is no size.
+        NoPlanError: no plan fits.
+        InputError: a budget is no size.
     """
     config = trainer.run.config
     trainer.model.train()
@@ -173,7 +164,7 @@ def plan_run(trainer: Trainer, most: int | None = None) -> TrainingPlan:
         if lever == "disk":
             raise InputError(f"--offload {config.offload}: {received}") from None
         reason = reason.replace('with freedom "method"', "without --full")
-        kind = _NoPlanError if reason.startswith(TOO_SMALL) else InputError
+        kind = NoPlanError if isinstance(error, NoPlanError) else InputError
         raise kind(f"--device-memory {config.device_memory}: {reason}") from None
 
 

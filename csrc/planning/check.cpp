@@ -51,7 +51,7 @@ const std::vector<std::string>& treatments() {
 constexpr const char* kDisk = "nvme:DIR";
 
 // Returns the values of choices, by the names of TrainingPlan::levers(), and of what several processes do.
-// Values of the others are numbers.
+// Values of the others are numbers, and tiles are checked by check_lever().
 const std::map<std::string, std::vector<std::string>>& lever_values() {
   static const std::map<std::string, std::vector<std::string>> values = [] {
     std::vector<std::string> activations = treatments();
@@ -68,18 +68,27 @@ const std::map<std::string, std::vector<std::string>>& lever_values() {
         {"parallel", {"none", "ddp", "zero1", "zero2", "zero3"}},
         {"activations", activations},
         {"keep", {}},
+        {"tiles", {}},
         {"micro_batch", {}}};
   }();
   return values;
 }
 
+bool is_whole_number(const std::string& text) {
+  return !text.empty() && text.size() < 19 &&
+         std::all_of(text.begin(), text.end(), [](char c) { return c >= '0' && c <= '9'; });
+}
+
 void check_lever(const std::string& lever, const std::string& value, const std::string& where) {
   const std::vector<std::string>& known = lever_values().at(lever);
   const std::string disk = "nvme:";
-  if (known.empty()) {
-    const bool digits = !value.empty() && value.size() < 19 &&
-                        std::all_of(value.begin(), value.end(), [](char c) { return c >= '0' && c <= '9'; });
-    TORCH_CHECK_VALUE(digits, where, ": expected a whole number, received ", shown(value));
+  if (lever == "tiles") {
+    const size_t equals = value.rfind('=');  // of the last layer; names of layers may contain anything
+    TORCH_CHECK_VALUE(value == "none" || (equals != std::string::npos && equals > 0 &&
+                                          is_whole_number(value.substr(equals + 1))),
+                      where, ": expected none, or NAME=ROWS of layers, received ", shown(value));
+  } else if (known.empty()) {
+    TORCH_CHECK_VALUE(is_whole_number(value), where, ": expected a whole number, received ", shown(value));
   } else if (known.back() != kDisk || value.size() <= disk.size() || value.rfind(disk, 0) != 0) {
     expect_one_of(known, value, where);
   }
@@ -97,6 +106,12 @@ void check_numbers(T& value, const std::string& where) {
   } else if constexpr (std::is_same_v<T, double>) {
     TORCH_CHECK_VALUE(std::isfinite(value) && value >= 0, where,
                       ": expected a finite number of at least 0, received ", value);
+  } else if constexpr (std::is_same_v<T, Tiles>) {
+    for (const auto& [layer, rows] : value) {
+      TORCH_CHECK_VALUE(!layer.empty(), where, ": expected names of layers, received an empty one");
+      TORCH_CHECK_VALUE(rows >= 1 && rows <= kMost, where, ".", shown(layer),
+                        ": expected 1 to 2^52 rows of a tile, received ", rows);
+    }
   } else if constexpr (std::is_class_v<T> && !std::is_same_v<T, std::string> && !std::is_same_v<T, Texts>) {
     fields([&](const char* name, auto& field) { check_numbers(field, where + "." + name); }, value);
   }

@@ -61,6 +61,7 @@ template <class Visit>
 void fields(Visit&& visit, WeightsPlace& p) {
   visit("place", p.place);
   visit("keep", p.keep);
+  visit("tiles", p.tiles);
   visit("device_bytes", p.device_bytes);
   visit("host_bytes", p.host_bytes);
   visit("disk_bytes", p.disk_bytes);
@@ -154,6 +155,7 @@ void fields(Visit&& visit, TrainingPlan& p) {
   visit("offload", p.offload);
   visit("weights_place", p.weights_place);
   visit("keep", p.keep);
+  visit("tiles", p.tiles);
   visit("parallel", p.parallel);
   visit("workspace_mb", p.workspace_mb);
   visit("checkpoints", p.checkpoints);
@@ -176,6 +178,7 @@ template <class T>
 struct IsVector<std::vector<T>> : std::true_type {};
 
 using Texts = std::map<std::string, std::string>;
+using Tiles = std::map<std::string, int64_t>;
 using MaybeInt = std::optional<int64_t>;
 
 }  // namespace planning

@@ -45,7 +45,7 @@ Json to_json(T value) {
     return list_to_json(value);
   } else if constexpr (std::is_same_v<T, MaybeInt>) {
     return value ? Json(*value) : Json(nullptr);
-  } else if constexpr (std::is_same_v<T, Texts> || std::is_arithmetic_v<T> ||
+  } else if constexpr (std::is_same_v<T, Texts> || std::is_same_v<T, Tiles> || std::is_arithmetic_v<T> ||
                        std::is_same_v<T, std::string>) {
     return value;
   } else {
@@ -71,7 +71,7 @@ void from_json(const nlohmann::json& json, T& to, const std::string& where) {
   } else if constexpr (std::is_same_v<T, MaybeInt>) {
     to.reset();
     if (!json.is_null()) from_json(json, to.emplace(), where);
-  } else if constexpr (std::is_same_v<T, Texts>) {
+  } else if constexpr (std::is_same_v<T, Texts> || std::is_same_v<T, Tiles>) {
     expect(json.is_object(), "an object");
     to.clear();
     for (const auto& [key, value] : json.items()) from_json(value, to[key], where + "." + shown(key));

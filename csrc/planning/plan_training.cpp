@@ -69,6 +69,16 @@ std::string described(const std::string& lever, const std::string& value, const 
     }
     return text;
   }
+  if (lever == "tiles") {
+    constexpr size_t kNamed = 3;
+    std::string text;
+    size_t named = 0;
+    for (auto layer = plan.tiles.begin(); layer != plan.tiles.end() && named < kNamed; ++layer, ++named)
+      text +=
+          (named == 0 ? "" : ", ") + layer->first + " in tiles of " + std::to_string(layer->second) + " rows";
+    const size_t rest = plan.tiles.size() - named;
+    return rest == 0 ? text : text + ", and " + std::to_string(rest) + " more layers in tiles";
+  }
   std::string option = "--" + (lever == "weights_place" ? std::string("offload-weights") : lever);
   std::replace(option.begin(), option.end(), '_', '-');
   return value == "true" ? option : option + " " + value;
@@ -97,7 +107,7 @@ std::vector<PlanReason> reasons_of(Search& search, const PlanOptions& options, c
       reasons.push_back({lever, what + ": " + described(lever, usual, plan) + " would take " +
                                     in_seconds(other->seconds) + ", " +
                                     slower(other->seconds, best.seconds)});
-      if (lever == "micro_batch" || lever == "activations") {
+      if (lever == "micro_batch" || lever == "activations" || lever == "tiles") {
         reasons.back().text = what + ": without it, a batch would take " + in_seconds(other->seconds) + ", " +
                               slower(other->seconds, best.seconds);
       }
@@ -161,6 +171,7 @@ std::map<std::string, std::string> TrainingPlan::levers() const {
                                          {"offload", offload},
                                          {"weights_place", weights_place},
                                          {"keep", std::to_string(keep)},
+                                         {"tiles", planning::tiles_text(tiles)},
                                          {"micro_batch", std::to_string(micro_batch)}};
   std::string activations = checkpoints.empty() ? "keep" : checkpoints[0].treatment;
   for (const BlockPlan& block : checkpoints) {
@@ -186,7 +197,7 @@ TrainingPlan plan_training(const Situation& situation, const PlanOptions& option
   plan.precision = form.precision, plan.weights = form.weights;
   plan.adapters = form.adapters, plan.quantize = form.quantize;
   plan.optimizer_state = way.state, plan.step_in_backward = way.step_in_backward, plan.offload = way.offload;
-  plan.weights_place = place.place, plan.keep = place.keep;
+  plan.weights_place = place.place, plan.keep = place.keep, plan.tiles = place.tiles;
   if (!situation.workspaces.empty()) plan.workspace_mb = situation.workspaces[best->plan.choices.back()];
   const auto& kinds = form.passes[0].freed;
   const std::vector<PlanChoice> choices = search.choices(*best);

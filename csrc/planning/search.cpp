@@ -37,17 +37,31 @@ const Levers& plain_levers() {
       {"precision", "fp32"},   {"weights", "fp32"},         {"adapters", "none"},
       {"quantize", "none"},    {"optimizer_state", "8bit"}, {"step_in_backward", "false"},
       {"offload", "none"},     {"weights_place", "none"},   {"keep", "0"},
-      {"activations", "keep"}, {"micro_batch", ""},         {"workspace_mb", ""}};
+      {"activations", "keep"}, {"micro_batch", ""},         {"workspace_mb", ""},
+      {"tiles", "none"}};
   return plain;
 }
 
 Levers outer_levers(const TrainingForm& form, const OptimizerWay& optimizer, const WeightsPlace& place,
                     int64_t micro_batch) {
-  return {{"precision", form.precision},        {"weights", form.weights},
-          {"adapters", form.adapters},          {"quantize", form.quantize},
-          {"optimizer_state", optimizer.state}, {"step_in_backward", text_of(optimizer.step_in_backward)},
-          {"offload", optimizer.offload},       {"weights_place", place.place},
-          {"keep", std::to_string(place.keep)}, {"micro_batch", std::to_string(micro_batch)}};
+  return {{"precision", form.precision},
+          {"weights", form.weights},
+          {"adapters", form.adapters},
+          {"quantize", form.quantize},
+          {"optimizer_state", optimizer.state},
+          {"step_in_backward", text_of(optimizer.step_in_backward)},
+          {"offload", optimizer.offload},
+          {"weights_place", place.place},
+          {"keep", std::to_string(place.keep)},
+          {"tiles", tiles_text(place.tiles)},
+          {"micro_batch", std::to_string(micro_batch)}};
+}
+
+std::string tiles_text(const std::map<std::string, int64_t>& tiles) {
+  std::string text;
+  for (const auto& [layer, rows] : tiles)
+    text += (text.empty() ? "" : ",") + layer + "=" + std::to_string(rows);
+  return text.empty() ? "none" : text;
 }
 
 Search::Search(const Situation& situation) : situation_(situation) {

@@ -103,6 +103,9 @@ class Search {
 /// Returns the choices of plain training: nothing is recomputed, rounded or moved.
 const Levers& plain_levers();
 
+/// Returns tiles as TrainingPlan::levers() has them.
+std::string tiles_text(const std::map<std::string, int64_t>& tiles);
+
 /// Returns whether a freedom allows what needs `needed`.
 bool allows(const std::string& freedom, const std::string& needed);
 

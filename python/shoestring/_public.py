@@ -75,6 +75,7 @@ from shoestring.ops import (  # noqa: E402
 )
 from shoestring.planning.machine import Machine, hardware_profile  # noqa: E402
 from shoestring.planning.measure import measure_machine  # noqa: E402
+from shoestring.planning.tiles import plan_tiles  # noqa: E402
 from shoestring.planning.training_plan import (  # noqa: E402
     AppliedPlan,
     PlanCheck,
@@ -165,6 +166,7 @@ __all__ = [
     "optim",
     "parallelize",
     "patch",
+    "plan_tiles",
     "plan_training",
     "prepare_quantized",
     "quantize_4bit",

@@ -263,6 +263,7 @@ std::vector<Reader> readers() {
          plan.freedom = "exact", plan.precision = plan.weights = "fp32", plan.optimizer_state = "8bit";
          plan.adapters = plan.quantize = plan.offload = plan.weights_place = "none";
          plan.peak_bytes = 5;
+         plan.tiles = {{"lm_head", 64}};
          plan.checkpoints = {{"layers.0", "keep", 0, 0}, {"layers.1", "recompute", 5, 0}};
          plan.phases = {{"loading", 5}};
          plan.reasons = {{"", "it fits"}};

@@ -41,6 +41,9 @@ void follow_weights(const CommandLine& line, FinetuneOptions& o) {
   if (plan.quantize != "none" && plan.quantize != o.quantize)
     throw InputError("--quantize: expected " + plan.quantize + ", as planned in " + o.plan + ", got " +
                      o.quantize);
+  if (!plan.tiles.empty())
+    throw InputError(option + ": tiles: expected none, since finetune brings whole layers, got tiles of " +
+                     plan.tiles.begin()->first);
   o.offload_weights = plan.weights_place;
   if (o.weights_leave()) o.keep = std::to_string(plan.keep);
 }

@@ -26,6 +26,7 @@ void check(const TrainOptions& o) {
     expect_none("adapters", o.training_plan->adapters);
     expect_none("quantize", o.training_plan->quantize);
     expect_none("weights_place", o.training_plan->weights_place);
+    expect_none("tiles", o.training_plan->levers().at("tiles"));
     planned_layers(o, o.layers);
   }
   const bool zero2 = o.parallel == "zero2", zero3 = o.parallel == "zero3";

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import glob
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -24,7 +25,10 @@ from shoestring.quantization.quantized_tensor import QuantizedTensor, join_rows,
 
 
 def tile_layers(
-    model: nn.Module, layers: str | nn.Module | Sequence[str | type | nn.Module], *, tiles: int
+    model: nn.Module,
+    layers: str | nn.Module | Sequence[str | type | nn.Module] | Mapping[str, int],
+    *,
+    tiles: int | None = None,
 ) -> TiledLayers:
     """Split layers of a model into tiles of rows of the weight, which :func:`offload_weights` brings one by one.
 
@@ -54,8 +58,9 @@ def tile_layers(
 
     Args:
         model: the model, which is changed in place.
-        layers: the layers, as ``blocks`` of ``checkpoint_model``: names with wildcards, classes or modules.
-        tiles: the number of tiles of each layer.
+        layers: the layers, as ``blocks`` of ``checkpoint_model``: names with wildcards, classes or modules. Or names
+            with the most rows of a tile, as :func:`plan_tiles` and ``TrainingPlan.tiles`` have them.
+        tiles: the number of tiles of each layer; None if the layers have rows.
 
     Returns:
         A handle with ``undo()``.
@@ -79,16 +84,53 @@ def tile_layers(
         >>> tiled_layers.undo()
     """
     check_module("tile_layers", model)
-    patterns = [layers] if isinstance(layers, (str, nn.Module)) else layers
-    found = find_blocks(model, patterns, "tile_layers", "layers")
+    rows = layers if isinstance(layers, Mapping) else None
+    if (rows is None) != (tiles is not None):
+        raise InputError(
+            "tile_layers: tiles: expected the number of tiles, or layers with the rows of a tile, received "
+            + ("neither" if tiles is None else "both")
+        )
+    patterns: Any = [layers] if isinstance(layers, (str, nn.Module)) else layers
+    found = find_blocks(
+        model, patterns if rows is None else [*map(glob.escape, rows)], "tile_layers", "layers"
+    )
+    counts = {}
     for name, layer in found.items():
-        _check(model, name, layer, tiles)
+        check_layer(model, name, layer)
+        counts[name] = tiles_of_rows(layer, rows[name]) if rows is not None else tiles or 0
+        check_tiles(name, layer, counts[name])
     handle = TiledLayers(model)
     for name, layer in found.items():
         kind = TiledEmbedding if isinstance(layer, nn.Embedding) else TiledLinear
-        model.set_submodule(name, kind(layer, tiles))
+        model.set_submodule(name, kind(layer, counts[name]))
         handle.names.append(name)
     return handle
+
+
+def tiles_of_rows(layer: nn.Module, rows: int) -> int:
+    """Return the least number of tiles with which no tile of a layer has more than ``rows`` rows."""
+    weight: Any = layer.weight
+    if rows < 1:
+        raise InputError(f"tile_layers: layers: expected at least 1 row of a tile, received {rows}")
+    tiles: int = -(-weight.shape[0] // rows)
+    while max(rows_of_tiles(layer, tiles)) > rows:
+        tiles += 1
+    return tiles
+
+
+def rows_of_tiles(layer: nn.Module, tiles: int) -> list[int]:
+    """Return the rows of each of so many tiles of a layer."""
+    weight: Any = layer.weight
+    return [end - begin for begin, end in itertools.pairwise(_begins(weight, tiles))]
+
+
+def tiled_rows(model: nn.Module) -> dict[str, int]:
+    """Return the names of a model's layers in tiles, each with the rows of its largest tile."""
+    return {
+        name: max(tile.end - tile.begin for tile in layer._tiles())
+        for name, layer in model.named_modules()
+        if isinstance(layer, TiledLayer)
+    }
 
 
 class TiledLayers:
@@ -387,8 +429,8 @@ def _begins(weight: Tensor, tiles: int) -> list[int]:
     return begins
 
 
-def _check(model: nn.Module, name: str, layer: nn.Module, tiles: int) -> None:
-    """Raise InputError unless a layer can be split."""
+def check_layer(model: nn.Module, name: str, layer: nn.Module) -> None:
+    """Raise InputError unless a layer can be split into tiles."""
     what = f"tile_layers: layers: {name}: expected"
     weight: Any = getattr(layer, "weight", None)
     if type(layer) not in (nn.Linear, QuantizedLinear, nn.Embedding):
@@ -413,6 +455,11 @@ def _check(model: nn.Module, name: str, layer: nn.Module, tiles: int) -> None:
             raise InputError(
                 f"{what} a weight of its own, received one that {other_name} has, too; untie the weights first"
             )
+
+
+def check_tiles(name: str, layer: nn.Module, tiles: int) -> None:
+    """Raise InputError unless a layer has rows for so many tiles, and can be split between them."""
+    weight: Any = layer.weight
     if not 1 <= tiles <= weight.shape[0]:
         raise InputError(
             f"tile_layers: tiles: expected 1 to the rows of {name} ({weight.shape[0]}), received {tiles}"
@@ -423,5 +470,5 @@ def _check(model: nn.Module, name: str, layer: nn.Module, tiles: int) -> None:
                 weight.detach()[begin:end]
         except ValueError as error:
             raise InputError(
-                f"{what} a weight whose rows can be split into {tiles} tiles: {error}"
+                f"tile_layers: layers: {name}: expected a weight whose rows can be split into {tiles} tiles: {error}"
             ) from error

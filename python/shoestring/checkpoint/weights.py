@@ -261,7 +261,8 @@ def bytes_here(model: nn.Module) -> int:
     if not hasattr(model, OWNER):
         return size
     figures = OffloadedWeights.of(model).statistics()
-    return size - figures["away"] + figures["device"]
+    # Weights that are away are whole pages, of which a model may have more than it has other weights.
+    return max(0, size - figures["away"]) + figures["device"]
 
 
 class OffloadedWeights:

@@ -22,6 +22,7 @@ from shoestring.data.records import CHAT, TEXT, kind_of
 from shoestring.data.text import check_text, find_files
 from shoestring.data.tokenizer import load_tokenizer
 from shoestring.files.atomic import atomic_directory
+from shoestring.planning.tiles import tile_lines
 from shoestring.training import memory
 from shoestring.training.config import DENSE, FinetuneConfig, LoopConfig, default_format
 from shoestring.training.optimizers import trained
@@ -29,7 +30,7 @@ from shoestring.training.run.adapters import apply_lora, merge_adapter, save_ada
 from shoestring.training.run.device import base_dtype, weight_dtype
 from shoestring.training.run.digests import file_list, model_files
 from shoestring.training.run.execute import execute as execute_run
-from shoestring.training.run.folder import Run, begun, open_run, prepare_tokens
+from shoestring.training.run.folder import Run, begun, open_run, prepare_tokens, recorded_plan
 from shoestring.training.run.loop import Trainer
 from shoestring.training.run.models import (
     Loss,
@@ -76,12 +77,15 @@ def _finetune(run: Run[FinetuneConfig], source: Source, execute: Execute) -> dic
         raise InputError(
             f"--model {folder}: its weights are quantised already: expected no --full, --baseline or --merge"
         )
-    asked, config = config, choose_place(config, str(checked.folder), run.device)
+    former = recorded_plan(run) if config.resume and not config.replan else None
+    asked, (config, tiles) = config, choose_place(config, str(checked.folder), run.device, former)
     if config != asked:
         say(
             f"to fit --device-memory {config.device_memory}: --offload-weights {config.offload_weights} --precision "
             f"{config.precision}"
         )
+    for line in tile_lines(tiles):
+        say(f"to fit --device-memory {config.device_memory}: {line}")
     check_weights_folder(config.weights_place)
     tokenizer = load_tokenizer(folder, trust)
     files = find_files(source.data, source.glob, say)
@@ -102,7 +106,7 @@ def _finetune(run: Run[FinetuneConfig], source: Source, execute: Execute) -> dic
             rows = _rows(run, files, segments, tokenizer)
         memory.import_models()
         baseline = memory.in_use(run.device)
-        model, loss, pack = _build(config, run.device, checked, tokenizer, kind, say)
+        model, loss, pack = _build(config, run.device, checked, tokenizer, kind, say, tiles)
         count = sum(p.numel() for p in trained(model))
         if kind == CHAT:
             without_template = "shoestring's: a line with each role, then its text; the tokenizer has none"
@@ -137,7 +141,7 @@ def _finetune(run: Run[FinetuneConfig], source: Source, execute: Execute) -> dic
                 del trainer.model, trainer.loss
                 gc.collect()
                 trainer.model, trainer.loss, trainer.pack = _build(
-                    config, run.device, checked, tokenizer, kind, lambda line: None
+                    config, run.device, checked, tokenizer, kind, lambda line: None, tiles
                 )
 
             summary = execute(trainer, baseline, save, rebuild)
@@ -163,13 +167,19 @@ def _build(
     tokenizer: Any,
     kind: str,
     tell: Callable[[str], object],
+    tiles: dict[str, int],
 ) -> tuple[Any, Loss, str]:
-    """Return the model with its adapters, its loss, and how examples are packed; ``tell`` gets what is patched."""
+    """Return the model with its adapters, its loss, and how examples are packed.
+
+    Args:
+        tell: gets what is patched.
+        tiles: the layers that leave in tiles, with the rows of a tile.
+    """
     torch.manual_seed(config.seed)
     quantize = None if config.baseline else config.frozen_format
     model = load_model(
         checked, _loaded_dtype(config), quantize, config.trust_remote_code, device, config.blocks_place,
-        memory.kept_bytes(config.keep), config.double_quant,
+        memory.kept_bytes(config.keep), config.double_quant, tiles,
     )  # fmt: skip
     if vocabulary_size(tokenizer) > model.get_input_embeddings().weight.shape[0]:
         raise InputError(

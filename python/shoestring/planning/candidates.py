@@ -20,7 +20,7 @@ PLAIN = {
 }  # fmt: skip
 
 # Levers that the model has decided before it is measured, and those that may have one value in all forms.
-OF_THE_MODEL = {"weights_place", "keep"}
+OF_THE_MODEL = {"weights_place", "keep", "tiles"}
 OF_FORMS = ("precision", "weights", "adapters", "quantize")
 
 

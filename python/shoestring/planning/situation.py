@@ -21,6 +21,7 @@ from shoestring.checkpoint.costs import ModelCosts, measure_model
 from shoestring.checkpoint.measure import GradientsAside, gradients_aside, no_collection
 from shoestring.checkpoint.offload import offload_activations
 from shoestring.checkpoint.planner import PlanBlock
+from shoestring.checkpoint.tiled_layers import tiled_rows
 from shoestring.checkpoint.weights import OWNER, OffloadedWeights, bytes_here
 from shoestring.core.device import forked_rng, is_asynchronous
 from shoestring.core.errors import InputError
@@ -431,8 +432,8 @@ def _place(model: nn.Module) -> Json:
         place, keep, host = handle.place, min(handle.keep, LARGEST), handle.statistics()["host"]
         seconds = 2 * handle.read_seconds()
     return {
-        "place": place, "keep": keep, "device_bytes": bytes_here(model), "host_bytes": host, "disk_bytes": 0,
-        "seconds": seconds,
+        "place": place, "keep": keep, "tiles": tiled_rows(model), "device_bytes": bytes_here(model), "host_bytes": host,
+        "disk_bytes": 0, "seconds": seconds,
     }  # fmt: skip
 
 

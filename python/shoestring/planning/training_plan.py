@@ -27,6 +27,7 @@ from shoestring.planning.machine import Machine, hardware_profile
 from shoestring.planning.methods import FULL, Method, apply_method, freed_bytes, methods
 from shoestring.planning.processes import check_processes, plan_ranks
 from shoestring.planning.situation import Budgets, Example, Json
+from shoestring.planning.tiles import check_tiles_of, tile_reasons
 from shoestring.planning.trial import Measured, NotFiniteError, run_trial, run_trials
 
 Freedom = Literal["exact", "rounding", "method"]
@@ -78,7 +79,8 @@ class TrainingPlan:
     """The fastest way to train a model within budgets of memory; ``plan_training`` returns it.
 
     Attributes are those of the JSON that C++ reads and writes, too: ``micro_batch``, ``accumulate``, ``precision``,
-    ``peak_bytes``, ``seconds``, ``reasons`` and so on.
+    ``tiles`` (of layers, by name, as :func:`plan_tiles` returns them), ``peak_bytes``, ``seconds``, ``reasons`` and so
+    on.
 
     Example:
         >>> model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(4)))
@@ -129,12 +131,15 @@ class TrainingPlan:
         A plan with ``adapters`` also freezes the model and adds them, as :func:`shoestring.lora.apply` does with
         ``rank=16`` and ``quantize``, before an optimizer is made. The handle leaves them, since they are what is trained.
 
-        If blocks offload activations, buffers in host memory are allocated in the first step, and reused.
+        If blocks offload activations, buffers in host memory are allocated in the first step, and reused. Layers in
+        tiles have to be there already, since :func:`tile_layers` comes before :func:`offload_weights`.
 
         Raises:
-            ValueError: the plan is of another model, or blocks have checkpoints already.
+            ValueError: the plan is of another model, a layer is not tiled as planned, or blocks have checkpoints
+                already.
         """
         check_module("TrainingPlan: apply", model)
+        check_tiles_of(model, self._content["tiles"])  # names of parameters are those of tiles
         found = situation.digest(model)
         if found != self._content["model"]:
             raise InputError(
@@ -345,7 +350,9 @@ def plan_training(
         found, refused = measured([FULL])
         make = functools.partial(situation.OPTIMIZERS[optimizer], **options)
         content = plan_ranks(model, found, freedom, given, make, processes, connection)
-        return TrainingPlan(content | {"reasons": [*content["reasons"], *refused]})
+        return TrainingPlan(
+            content | {"reasons": [*content["reasons"], *tile_reasons(model, limit), *refused]}
+        )
     found, refused = measured(methods(model, freedom, given))
     try:
         best = candidates.search(found, freedom, given)
@@ -360,6 +367,7 @@ def plan_training(
     if measure and machine is None:
         kind = functools.partial(situation.OPTIMIZERS[optimizer], **options)
         best = _measured(found, freedom, given, best, model, example, kind)
+    refused = [*tile_reasons(model, limit), *refused]
     reasons = best["reasons"]  # the last one is about the whole plan
     return TrainingPlan(best | {"reasons": [*reasons[:-1], *refused, *reasons[-1:]]})
 

@@ -1,6 +1,8 @@
 #include "catch.h"
 
+#include <algorithm>
 #include <cmath>
+#include <map>
 
 #include <shoestring/planning/plan_training.h>
 
@@ -43,7 +45,7 @@ Situation situation() {
     OptimizerWay whole;
     whole.device_bytes = 40, whole.seconds = 0.25;
     form.optimizers = {whole};
-    form.places = {{"none", 0, 1000, 0, 0, 0}};
+    form.places = {{"none", 0, 1000, 0, 0, 0, {}}};
     found.forms.push_back(form);
   }
   return found;
@@ -116,6 +118,43 @@ TEST_CASE("Activations are copied to the host if it has room and the link is fas
   CHECK(without.seconds > plan.seconds + 3);
   given.host_memory.reset(), given.host_is_device = true;
   CHECK(plan_training(given, whole).seconds == without.seconds);
+}
+
+TEST_CASE("Layers are in tiles only if whole ones do not fit", "[plan_training]") {
+  Situation given = situation();
+  for (TrainingForm& form : given.forms) {
+    form.places = {{"nvme:D", 0, 700, 0, 1000, 40, {}},
+                   {"nvme:D", 0, 300, 0, 1000, 60, {{"head", 64}, {"up", 32}}}};
+  }
+  const TrainingPlan whole = plan_training(given);
+  CHECK(whole.tiles.empty());
+  CHECK(whole.levers().at("tiles") == "none");
+  given.device_memory =
+      plan_training(given, PlanOptions().fixed({{"tiles", "none"}})).frontier[0].peak_bytes - 1;
+  const TrainingPlan tiled = plan_training(given);
+  CHECK(tiled.tiles == std::map<std::string, int64_t>{{"head", 64}, {"up", 32}});
+  CHECK(tiled.levers().at("tiles") == "head=64,up=32");
+  CHECK(tiled.peak_bytes <= *given.device_memory);
+  const auto reason = std::find_if(tiled.reasons.begin(), tiled.reasons.end(),
+                                   [](const PlanReason& one) { return one.lever == "tiles"; });
+  REQUIRE(reason != tiled.reasons.end());
+  CHECK_THAT(reason->text,
+             Contains("head in tiles of 64 rows, up in tiles of 32 rows: without it, no plan fits"));
+  CHECK_THROWS_WITH(plan_training(given, PlanOptions().fixed({{"tiles", "none"}})),
+                    Contains("expected device_memory of at least"));
+  CHECK_THROWS_WITH(plan_training(given, PlanOptions().fixed({{"tiles", "up=1"}})),
+                    Contains("fixed: tiles: expected head=64,up=32 | none, received up=1"));
+  CHECK(Situation::from_json(given.to_json()).forms[0].places[1].tiles == tiled.tiles);
+  CHECK(TrainingPlan::from_json(tiled.to_json()).tiles == tiled.tiles);
+  TrainingPlan wrong = tiled;
+  wrong.tiles["head"] = 0;
+  CHECK_THROWS_WITH(TrainingPlan::from_json(wrong.to_json()),
+                    Contains(".tiles.head: expected 1 to 2^52 rows of a tile, received 0"));
+  wrong.tiles = {{"", 5}};
+  CHECK_THROWS_WITH(TrainingPlan::from_json(wrong.to_json()),
+                    Contains(".tiles: expected names of layers, received an empty one"));
+  given.forms[1].places[1].tiles["up"] = -3;
+  CHECK_THROWS_WITH(plan_training(given), Contains("forms[1].places[1].tiles.up: expected 1 to 2^52 rows"));
 }
 
 TEST_CASE("Plans and situations are the same after JSON", "[plan_training]") {

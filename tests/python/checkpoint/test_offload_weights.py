@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ import shoestring
 from offload_faults import disturb_offload
 from offloaded_llama import LAYERS, batch, llama
 from shoestring import OffloadedWeights, offload_weights
+from shoestring.checkpoint import tiled_layers
 from shoestring.optim import AdamW
 
 pytestmark = pytest.mark.usefixtures("small_weights_leave")
@@ -194,6 +196,38 @@ def test_a_model_is_loaded_into_the_file(quant_type: str, patch: bool, tmp_path:
         ValueError, match="OffloadedWeights: model: expected one with offloaded weights, received"
     ):
         OffloadedWeights.of(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("quant_type", ["nf4", "int8"])
+def test_layers_are_loaded_into_the_file_tile_by_tile(quant_type: str, tmp_path: Path) -> None:
+    llama(torch.bfloat16).save_pretrained(tmp_path / "model")
+    load = functools.partial(shoestring.load_quantized, tmp_path / "model", quant_type=quant_type)
+    whole = load()
+    rows = whole.model.layers[0].mlp.up_proj.out_features // 2
+    tiles = {f"model.layers.{i}.mlp.up_proj": rows for i in range(LAYERS)}
+    model = load(to=f"nvme:{tmp_path}", tiles=tiles)
+    assert tiled_layers.tiled_rows(model) == tiles
+    states = [{k: v for k, v in m.state_dict().items() if isinstance(v, Tensor)} for m in (model, whole)]
+    assert_same(*states)
+    results = []
+    for each in (whole, model):
+        torch.manual_seed(1)
+        shoestring.lora.apply(each.train(), rank=4, target_modules=["q_proj"])
+        each.model.layers[0].self_attn.q_proj.lora_B["default"].data.fill_(0.01)
+        loss = each(input_ids=batch(0), labels=batch(0)).loss
+        loss.backward()
+        results.append((loss, each.model.layers[1].self_attn.q_proj.lora_B["default"].grad))
+    # Products in bf16 of other sizes may be rounded in another order.
+    for ours, theirs in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.02 * float(theirs.abs().max()))
+    figures = OffloadedWeights.of(model).statistics()
+    assert figures["device"] < figures["away"] / 2
+    for options, message in (
+        ({"tiles": tiles}, "tiles: expected none without to, received model.layers.0.mlp.up_proj"),
+        ({"tiles": {"lm_head": 5}, "to": "cpu"}, "tiles: expected names of linear layers of blocks, received lm_head"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"^load_quantized: {message}"):
+            load(**options)
 
 
 def test_undo_gives_the_model_back(tmp_path: Path) -> None:

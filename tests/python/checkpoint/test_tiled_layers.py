@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import shoestring
 from shoestring import offload_weights, tile_layers
-from shoestring.checkpoint import weights
+from shoestring.checkpoint import tiled_layers, weights
 from shoestring.checkpoint.measure import metered
 from shoestring.nn import QuantizedLinear
 from shoestring.optim import SGD, AdamW
@@ -517,6 +517,39 @@ def test_refused_layers(make: Callable[[], nn.Module], message: str) -> None:
     with pytest.raises(ValueError, match=f"tile_layers: .*{message}"):
         tile_layers(model, ["1", "0"], tiles=3)
     assert list(model.children()) == before
+
+
+def test_layers_with_the_rows_of_a_tile() -> None:
+    """The largest tile has at most so many rows, and a tile fewer would have more; the result gives the same tiles."""
+    model = nn.Sequential(nn.Linear(37, 53), nn.Embedding(1000, 64)).requires_grad_(False)
+    for rows in (1, 5, 26, 27, 52, 53, 99):
+        handle = tile_layers(model, {"0": rows, "1": 2 * rows})
+        found = tiled_layers.tiled_rows(model)
+        assert handle.names == ["0", "1"] and found["0"] <= rows and found["1"] <= 2 * rows
+        counts = [len(list(layer.children())) for layer in model]
+        handle.undo()
+        for layer, most, count in zip(model, (rows, 2 * rows), counts, strict=True):
+            assert count == 1 or max(tiled_layers.rows_of_tiles(layer, count - 1)) > most
+        again = tile_layers(model, found)
+        assert [len(list(layer.children())) for layer in model] == counts
+        again.undo()
+    assert tile_layers(model, {}).names == []
+    for layers, tiles, message in (
+        (
+            {"0": 5},
+            2,
+            "tiles: expected the number of tiles, or layers with the rows of a tile, received both",
+        ),
+        (
+            "0",
+            None,
+            "tiles: expected the number of tiles, or layers with the rows of a tile, received neither",
+        ),
+        ({"0": 0}, None, "layers: expected at least 1 row of a tile, received 0"),
+        ({"*": 5}, None, r"layers: '\[\*\]' matches no module of Sequential"),
+    ):
+        with pytest.raises(ValueError, match=f"^tile_layers: {message}"):
+            tile_layers(model, layers, tiles=tiles)  # type: ignore[arg-type]
 
 
 def test_refused_models(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import shoestring
 from cli_helpers import SHORT, TINY, TUNE, assert_same_weights, losses, refuse, succeed, text
+from shoestring.checkpoint import weights
+from shoestring.cli import places
 from shoestring.core.process_memory import resident_bytes
-from shoestring.training.config import TrainConfig
+from shoestring.training.config import FinetuneConfig, TrainConfig
 from shoestring.training.report.plots import megabytes
 from shoestring.training.run import loop, plan
 from shoestring.training.run.folder import next_budget
@@ -293,6 +296,73 @@ def test_a_given_offload_to_a_folder_needs_no_disk(
     succeed(*tune, "--out", tmp_path / "run")
     assert "without it, no plan fits" not in capsys.readouterr().out
     assert recorded(tmp_path / "run")["plan"]["offload"] == f"nvme:{tmp_path}"
+
+
+def test_layers_leave_in_tiles_if_two_blocks_do_not_fit(
+    data: Path,
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The budget of the weights has room for 150 kB of a block's 258 kB. A resumed run has the tiles of its plan."""
+    monkeypatch.setattr(weights, "LEAST", 1024)
+    names = {"hidden_size": 128, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=300, num_key_value_heads=4, max_position_embeddings=32, **names)
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "large")
+    AutoTokenizer.from_pretrained(model).save_pretrained(tmp_path / "large")
+    place = f"nvme:{tmp_path}"
+    tune = [
+        "finetune",
+        "--model",
+        tmp_path / "large",
+        "--data",
+        data,
+        *TUNE,
+        *STEPS,
+        "--target-modules",
+        "q_proj,v_proj",
+    ]
+
+    def budget(config: FinetuneConfig, device: torch.device) -> int:
+        _, found = places._least(replace(config, offload_weights=place), str(tmp_path / "large"), device)
+        (arriving,) = (item.bytes or 0 for item in found.memory["device"] if item.name == places.IN_FLIGHT)
+        return places._bytes(found, device) - arriving + 150_000
+
+    monkeypatch.setattr(places, "resident_bytes", lambda: 0)
+    monkeypatch.setattr(places, "budget_of", budget)
+    budgets = [*FREE, "--disk", tmp_path]
+    succeed(*tune, *budgets, "--out", tmp_path / "tiled")
+    printed = capsys.readouterr().out
+    assert f"to fit --device-memory free: --offload-weights {place} --precision fp32" in printed
+    rows = {"gate_proj": 512, "up_proj": 512, "down_proj": 64}
+    for name, most in rows.items():
+        assert f"to fit --device-memory free: model.layers.*.mlp.{name} in tiles of {most} rows\n" in printed
+        assert (
+            f"plan: model.layers.*.mlp.{name} in tiles of {most} rows: each takes 0.1 MiB whole, of a budget "
+            in printed
+        )
+    plan = recorded(tmp_path / "tiled")["plan"]
+    assert plan["tiles"] == {
+        f"model.layers.{i}.mlp.{name}": most for i in range(4) for name, most in rows.items()
+    }
+    assert plan["weights_place"] == place
+    given = [*as_planned(tmp_path / "tiled"), "--device-memory", "none", "--offload-weights", place]
+    succeed(*tune, *given, "--out", tmp_path / "whole")
+    whole, first = losses(tmp_path / "whole"), losses(tmp_path / "tiled")
+    for one, other in zip(first, whole, strict=True):
+        assert one[:2] == pytest.approx(other[:2], rel=1e-4)
+    assert len(first) == 6
+
+    monkeypatch.setattr(places, "budget_of", lambda *_: 1 << 40)
+    shutil.rmtree(tmp_path / "tiled/checkpoints/step-00000006")
+    capsys.readouterr()
+    succeed(*tune, *budgets, "--out", tmp_path / "tiled", "--resume")
+    assert "model.layers.*.mlp.up_proj in tiles of 512 rows" in capsys.readouterr().out
+    assert recorded(tmp_path / "tiled")["plan"] == plan and losses(tmp_path / "tiled") == first
+    succeed(*tune, *budgets, "--out", tmp_path / "fits")
+    assert recorded(tmp_path / "fits")["plan"]["tiles"] == {}
 
 
 def test_a_model_with_one_block(

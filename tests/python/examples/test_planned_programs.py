@@ -47,7 +47,7 @@ def plan_file(path: Path, treatments: list[str], **changes: Any) -> str:
         for i, name in enumerate(treatments)
     ]
     plain = {"micro_batch": ROWS, "accumulate": 1, "precision": "fp32", "optimizer_state": "8bit", "offload": "none",
-             "step_in_backward": False, "weights_place": "none", "checkpoints": blocks}  # fmt: skip
+             "step_in_backward": False, "weights_place": "none", "tiles": {}, "checkpoints": blocks}  # fmt: skip
     shoestring.TrainingPlan(content | plain | changes).save(path)
     return str(path)
 
@@ -98,6 +98,7 @@ def test_a_plan_is_the_options_that_equal_it(
         (KEEP, {"adapters": "lora"}, [], "adapters: expected none, since train_gpt does nothing else, got lora"),
         (KEEP, {"quantize": "nf4"}, [], "quantize: expected none, since train_gpt does nothing else, got nf4"),
         (KEEP, {"weights_place": "cpu"}, [], "weights_place: expected none, since train_gpt does nothing else, got cpu"),
+        (KEEP, {"tiles": {"lm_head": 64}}, [], "tiles: expected none, since train_gpt does nothing else, got lm_head=64"),
         (KEEP, {"workspace_mb": 2}, ["--workspace-mb", "2"], "expected no --workspace-mb, received both"),
         (KEEP, {}, ["--accumulate", "1"], "expected no --accumulate, received both"),
         (KEEP, {}, ["--precision", "fp32"], "expected no --precision, received both"),
@@ -184,6 +185,12 @@ def test_finetune_follows_a_plan(model: Path, data: Path, tmp_path: Path) -> Non
     ):
         done = finetune(model, data, tmp_path / "none", "--plan", path, *more)
         assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    path = plan_file(tmp_path / "plan.json", KEEP, weights_place=place, tiles={"lm_head": 64})
+    done = finetune(model, data, tmp_path / "none", "--plan", path)
+    assert (
+        done.returncode == 2
+        and "tiles: expected none, since finetune brings whole layers, got " in done.stderr
+    )
     path = plan_file(tmp_path / "plan.json", ["keep"] * 3)
     done = finetune(model, data, tmp_path / "none", "--plan", path)
     assert done.returncode == 2 and "blocks: expected the 3 planned ones, received 2" in done.stderr

@@ -118,10 +118,19 @@ def random_form(rng: random.Random, count: int, speed: float, **given: Any) -> J
             optimizer_way(rng, offload="nvme:D", device_bytes=8, host_bytes=40, disk_bytes=rng.randint(100, 300)),
         ],
         "places": [
-            {"place": "none", "keep": 0, "device_bytes": 400, "host_bytes": 0, "disk_bytes": 0, "seconds": 0.0},
+            {
+                "place": "none",
+                "keep": 0,
+                "tiles": {},
+                "device_bytes": 400,
+                "host_bytes": 0,
+                "disk_bytes": 0,
+                "seconds": 0.0,
+            },
             {
                 "place": "nvme:D",
                 "keep": 0,
+                "tiles": {"head": 64},
                 "device_bytes": rng.randint(50, 200),
                 "host_bytes": 20,
                 "disk_bytes": 400,

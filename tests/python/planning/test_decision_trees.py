@@ -91,7 +91,7 @@ def away(offload: str, seconds: float, **given: Any) -> Json:
 def place(name: str = "none", seconds: float = 0.0, **given: int) -> Json:
     """Return a place of the weights; on the device, they are fp32."""
     size = {"device_bytes": 4 * PARAMETERS, "host_bytes": 0, "disk_bytes": 0}
-    return {"place": name, "keep": 0, "seconds": seconds} | size | given
+    return {"place": name, "keep": 0, "tiles": {}, "seconds": seconds} | size | given
 
 
 def form(

@@ -98,7 +98,7 @@ def test_fixed_choices(number: int, seed: int) -> None:
             continue
         usual = {"micro_batch": str(situation["batch_size"]), "step_in_backward": "false"}
         usual |= {"precision": "fp32", "offload": "none", "weights_place": "none"}
-        usual |= {"optimizer_state": "8bit", "activations": "keep"}
+        usual |= {"optimizer_state": "8bit", "activations": "keep", "tiles": "none"}
         try:
             other = plan(situation, "rounding", **{lever: usual[lever]})
         except ValueError:

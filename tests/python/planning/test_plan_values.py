@@ -32,6 +32,10 @@ PLANS: list[tuple[Place, Any, str]] = [
     (("weights_place",), "stream", ".weights_place: expected none | cpu | nvme:DIR, received stream"),
     (("keep",), -1, ".keep: expected 0 to 2^52, received -1"),
     (("keep",), 5, ".keep: expected 0, since weights_place is none, received 5"),
+    (("tiles",), [], ".tiles: expected an object, received array"),
+    (("tiles",), {"": 1}, ".tiles: expected names of layers, received an empty one"),
+    (("tiles",), {"head": 0}, ".tiles.head: expected 1 to 2^52 rows of a tile, received 0"),
+    (("tiles",), {"h\nead": 1.5}, ".tiles.h?ead: expected a whole number below 2^63, received number"),
     (("workspace_mb",), 2**21, ".workspace_mb: expected 0 to 1048576, received 2097152"),
     (("checkpoints", 0, "block"), "", ".checkpoints: expected names of blocks, received an empty one"),
     (("checkpoints", 0, "block"), "layers.1", ".checkpoints: expected each block once, received layers.1 twice"),
@@ -50,6 +54,7 @@ PLANS: list[tuple[Place, Any, str]] = [
     (("alternatives", 0, "levers", "g\nu"), 1, ".alternatives[0].levers.g?u: expected a text, received number"),
     (("alternatives", 0, "levers", "precision"), "1", ".alternatives[0].levers.precision: expected fp32 | "),
     (("alternatives", 0, "levers", "micro_batch"), "-1", ".levers.micro_batch: expected a whole number, received -1"),
+    (("alternatives", 0, "levers", "tiles"), "head", ".levers.tiles: expected none, or NAME=ROWS of layers, received head"),
     (("alternatives", 0, "peak_bytes"), -1, ".alternatives[0].peak_bytes: expected 0 to 2^52, received -1"),
     (("frontier", 0, "seconds"), -1, ".frontier[0].seconds: expected a finite number of at least 0, received -1"),
     (("frontier", 0, "micro_batch"), 0, ".frontier[0].micro_batch: expected at least 1, received 0"),
@@ -80,6 +85,7 @@ SITUATIONS: list[tuple[Place, Any, str]] = [
     ((*FORM, "optimizers", 1, "seconds"), -1, ".optimizers[1].seconds: expected a finite number of at least 0, "),
     ((*FORM, "places", 0, "place"), "moon", ".forms[0].places[0].place: expected none | cpu | nvme:DIR, received moon"),
     ((*FORM, "places", 0, "keep"), -1, ".forms[0].places[0].keep: expected 0 to 2^52, received -1"),
+    ((*FORM, "places", 1, "tiles", "head"), -1, ".places[1].tiles.head: expected 1 to 2^52 rows of a tile, received -1"),
 ]  # fmt: skip
 
 

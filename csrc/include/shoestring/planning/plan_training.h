@@ -53,6 +53,8 @@ struct WeightsPlace {
   int64_t host_bytes = 0;
   int64_t disk_bytes = 0;
   double seconds = 0;  ///< time of the copies of one micro-batch, which run beside the computation
+  /// The layers whose weights leave in tiles, by name, with the most rows of a tile (tile_rows)
+  std::map<std::string, int64_t> tiles;
 };
 
 /// A form of training says what is trained in which precision. Everything that follows was measured, or is
@@ -163,6 +165,7 @@ struct SHOESTRING_API TrainingPlan {
   std::string offload;
   std::string weights_place;
   int64_t keep = 0;
+  std::map<std::string, int64_t> tiles;  ///< as in WeightsPlace
   std::string parallel =
       "none";                ///< how several processes share the training: "ddp", "zero1", "zero2", "zero3"
   int64_t workspace_mb = 0;  ///< 0 if the loss is not fused
@@ -179,7 +182,7 @@ struct SHOESTRING_API TrainingPlan {
   std::vector<PlanPoint> frontier;
 
   /// Returns the choices by the names of the command line's options, such as "micro_batch" and
-  /// "optimizer_state".
+  /// "optimizer_state". "tiles" is "none", or NAME=ROWS of each layer in tiles, separated by commas.
   std::map<std::string, std::string> levers() const;
 
   std::string to_json() const;

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from shoestring.adapters.files import CONFIG as ADAPTER
 from shoestring.adapters.targets import is_conv1d
 from shoestring.adapters.tied import note_ties
 from shoestring.checkpoint.blocks import find_blocks
+from shoestring.checkpoint.tiled_layers import tile_layers
 from shoestring.checkpoint.weights import OffloadedWeights, check_place, embeddings_and_head
 from shoestring.core.errors import printable
 from shoestring.core.fast_paths import set_fast_paths
@@ -61,6 +62,7 @@ def load_quantized(
     trust_remote_code: bool = False,
     to: str | None = None,
     keep: int = 0,
+    tiles: Mapping[str, int] | None = None,
 ) -> nn.Module:
     """Load a transformers causal language model and quantise its linear weights one by one.
 
@@ -94,6 +96,8 @@ def load_quantized(
             are read and quantised, so two blocks are in memory at most. So do the embedding and the output
             layer. ``requires_grad`` is False for them.
         keep: with ``to``, bytes of weights of blocks that stay in memory.
+        tiles: with ``to``, linear layers of blocks that leave in tiles, with the most rows of a tile, as
+            :func:`tile_layers` takes them. The other modules of their blocks leave one by one, too.
 
     Returns:
         The model in evaluation mode. With ``to``, ``OffloadedWeights.of(model)`` has the statistics. Each linear layer except the output head and ``skip_modules`` is a
@@ -117,6 +121,8 @@ def load_quantized(
         check_place(to, keep)
     elif keep:
         raise ValueError(f"{METHOD}: keep: expected 0 without to, received {keep}")
+    elif tiles:
+        raise ValueError(f"{METHOD}: tiles: expected none without to, received {next(iter(tiles))}")
     folder = Path(directory)
     ready = _quantized_already(folder)
     if ready and (double_quant or block_size is not None or quant_type not in (None, *ready)):
@@ -137,7 +143,7 @@ def load_quantized(
     _check_tensors(model, tensors, stored, parts, folder)
     with TensorReader(stored) as reader:
         tensors = _by_values(model, tensors, reader, parts, folder)
-        leaving = None if to is None else LeavingBlocks(model, torch.device(device), to, keep)
+        leaving = None if to is None else LeavingBlocks(model, torch.device(device), to, keep, tiles)
         for names, like in tensors:
             if leaving is not None:
                 leaving.begin(names[0])
@@ -161,14 +167,33 @@ def load_quantized(
 
 
 class LeavingBlocks:
-    """Lets the weights of each block and table of a model leave as soon as they are all read."""
+    """Lets the weights of each block and table of a model leave as soon as they are all read.
 
-    def __init__(self, model: nn.Module, device: torch.device, to: str, keep: int) -> None:
-        self._blocks = find_blocks(model, None, METHOD)
+    In a block with layers that leave in tiles, the modules leave one by one.
+    """
+
+    def __init__(
+        self, model: nn.Module, device: torch.device, to: str, keep: int, tiles: Mapping[str, int] | None
+    ) -> None:
+        self._model, self._tiles = model, dict(tiles or {})
+        self._blocks: dict[str, nn.Module] = {}
+        for name, block in find_blocks(model, None, METHOD).items():
+            self._add(name, block)
+        other = next((name for name in self._tiles if name not in self._blocks), None)
+        if other is not None:
+            raise ValueError(f"{METHOD}: tiles: expected names of linear layers of blocks, received {other}")
         # On the meta device, the parameters still require gradients, and a size decides later.
         self._tables: dict[str, Any] = {**embeddings_and_head(model)}
         self._weights = OffloadedWeights(model, device, to, keep)
         self._current = ""
+
+    def _add(self, name: str, module: nn.Module) -> None:
+        """Let a module leave as a whole, or the modules within it if some of them are tiled."""
+        if name in self._tiles or not any(tiled.startswith(name + ".") for tiled in self._tiles):
+            self._blocks[name] = module
+        else:
+            for child, part in module.named_children():
+                self._add(f"{name}.{child}", part)
 
     def begin(self, tensor: str) -> None:
         """The tensor with this name comes next; "" stands for the end."""
@@ -176,10 +201,21 @@ class LeavingBlocks:
         name = next((unit for unit in units if tensor.startswith(unit + ".")), "")
         if self._current not in ("", name):
             if self._current in self._blocks:
-                self._weights._take(self._current, self._blocks[self._current].requires_grad_(False))
+                self._take_block(self._current, self._blocks[self._current].requires_grad_(False))
             else:
                 self._take_tables(self._tables[self._current].weight)
         self._current = name
+
+    def _take_block(self, name: str, block: nn.Module) -> None:
+        if name not in self._tiles:
+            self._weights._take(name, block)
+            return
+        tile_layers(self._model, {name: self._tiles[name]})
+        block._parameters = dict.fromkeys(
+            block._parameters
+        )  # frees the whole weight, of which the tiles have copies
+        for number, tile in self._model.get_submodule(name).named_children():
+            self._weights._take(f"{name}.{number}", tile)
 
     def _take_tables(self, weight: Any) -> None:
         """Let a weight leave, and let all modules that have it read it from where it is."""

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 ALIGNMENT, PAGE = 512, 4096
 # Bytes of the packed operands of a product on the CPU, and of the panels of an output layer.
 PACKED, PANELS = 10 << 20, 48 << 20
+IN_FLIGHT = "weights in flight"
 
 
 @dataclass(frozen=True)
@@ -137,14 +138,14 @@ def offloaded_weights(
     count = 3 if config.trained_leave else 2
     in_flight = sum(heapq.nlargest(count, sizes))
     note = f"of {min(count, len(sizes))} blocks at a time"
-    found.add("device", "weights in flight", in_flight, note)
+    found.add("device", IN_FLIGHT, in_flight, note)
     panels = max((min(PANELS, table.weights) for table in tables if table.is_head), default=0)
     found.add("device", "panels of the output layer", panels, "that arrive, are in use, and leave")
     if disk:
         found.add("disk", "weights", sum(sizes), "of blocks that leave, in a file without a name")
         found.add("disk", "embedding and output layer", sum(table.size for table in tables), "in that file")
         if discrete:
-            found.add("host", "weights in flight", in_flight, f"{note}, page-locked")
+            found.add("host", IN_FLIGHT, in_flight, f"{note}, page-locked")
     else:
         found.add("host", "weights", sum(sizes), "of blocks that leave, page-locked")
         found.add("host", "embedding and output layer", sum(table.size for table in tables), "page-locked")

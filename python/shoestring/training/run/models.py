@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -138,12 +138,13 @@ def load_model(
     to: str | None = None,
     keep: int = 0,
     double_quant: bool = False,
+    tiles: Mapping[str, int] | None = None,
 ) -> Any:
     """Load a causal language model; every weight must be present and fit config.json.
 
     Tensors are read one by one and copied to ``device``. With ``quantize``, or for a checkpoint that is already
     quantised, each linear weight is quantised as soon as it is read, and the weights of each block then leave
-    for ``to``, as in ``load_quantized``. If the tensor names in the files differ from the model's, so that only
+    for ``to``, as in ``load_quantized``, those of ``tiles`` tile by tile. If the tensor names in the files differ from the model's, so that only
     transformers can map them, the whole model is loaded into host memory first and stays dense. A dense model
     stays on the device; ``offload_weights`` may follow. Code in the directory runs only with
     ``trust_remote_code``.
@@ -155,7 +156,7 @@ def load_model(
             if quantize is not None or quantized:
                 return load_quantized(
                     folder, quant_type=quantize, dtype=dtype, device=device, trust_remote_code=trust_remote_code,
-                    to=to, keep=keep, double_quant=double_quant,
+                    to=to, keep=keep, double_quant=double_quant, tiles=tiles,
                 )  # fmt: skip
             if device != CPU:
                 return load_dense(folder, dtype=dtype, device=device, trust_remote_code=trust_remote_code)

@@ -161,6 +161,16 @@ def test_backward_guards_its_device(name: str) -> None:
 OPERATORS = torch.ops.shoestring
 
 
+@pytest.mark.usefixtures("emulated")
+def test_moe_sort_guards_its_device() -> None:
+    index = torch.randint(-1, 16, (500,), generator=torch.Generator().manual_seed(6))
+    first, second = (
+        [t.cpu() for t in OPERATORS.moe_sort(index.to(device), 16)] for device in ("simdev:0", "simdev:1")
+    )
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert torch.equal(first[0], torch.where(index < 0, 16, index).argsort(stable=True))
+
+
 def round_trip_4bit(x: Tensor) -> list[Tensor]:
     parts = OPERATORS.quantize_4bit(x, quant_type="nf4")
     into = torch.empty_like(x)

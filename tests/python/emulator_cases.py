@@ -386,6 +386,16 @@ def table_of_cases(device: str) -> Results:
     return found
 
 
+def moe_sort(device: str) -> Results:
+    """Sort slots of one part and of several, of which some have no expert."""
+    found: Results = {}
+    for slots, experts in ((5, 3), (1000, 60), (9001, 128)):
+        index = byte_values(slots, seed=slots, high=experts + 1).long() - 1
+        results = OPERATORS.moe_sort(index.to(device), experts)
+        found |= {f"{slots} {experts} {i}": (t, 0) for i, t in enumerate(results)}
+    return found
+
+
 def rope(device: str) -> Results:
     """Run rope on transposed heads of which a part is rotated; several lanes of a warp share a head."""
     found: Results = {}
@@ -430,6 +440,7 @@ CASES: tuple[Callable[[str], Results], ...] = (
     linear_distillation,
     cross_entropy,
     table_of_cases,
+    moe_sort,
     rope,
     attention,
 )

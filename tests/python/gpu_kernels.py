@@ -119,11 +119,12 @@ CASES: dict[str, Callable[[], object]] = {
     "`attention`, bf16 and fp16": attention_short,
     "`attention`, fp32": attention_float,
     "`attention` with a bias, ALiBi or dropout": attention_with_options,
-    "norms, activations, `rope`, `seeded_dropout`": lambda: (
+    "norms, activations, `rope`, `seeded_dropout`, `moe_route`": lambda: (
         emulator_cases.table_of_cases("cpu"),
         emulator_cases.rope("cpu"),
         widest_rope(),
     ),
+    "`moe_sort`": case(emulator_cases.moe_sort),
     "`cross_entropy`": case(emulator_cases.cross_entropy),
     "`linear_cross_entropy`": case(emulator_cases.linear_cross_entropy),
     "`linear_distillation`": case(emulator_cases.linear_distillation),

@@ -1,0 +1,64 @@
+#pragma once
+
+// The operators of experts: the choice of experts for each token, and the order of tokens by expert.
+
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include <ATen/core/Tensor.h>
+#include <torch/arg.h>
+
+#include <shoestring/core/export.h>
+
+namespace shoestring {
+
+/// Options of moe_route.
+struct MoeRouteOptions {
+  /// The scores of the experts, by which experts are chosen. "softmax": the weights are the probabilities of
+  /// the chosen experts (Mixtral, Qwen3, OLMoE). "sigmoid": the weights are the sigmoids of the logits
+  /// (DeepSeek-V3, GLM-4.5). "topk_softmax": the weights are the softmax of the chosen logits alone
+  /// (gpt-oss).
+  TORCH_ARG(std::string, score) = "softmax";
+  /// (experts), any floating-point dtype: added to the scores for the choice alone. The weights and the
+  /// gradients do not depend on it.
+  TORCH_ARG(std::optional<at::Tensor>, bias) = std::nullopt;
+  /// If true, the weights of a token are divided by their sum. Changes nothing for "topk_softmax".
+  TORCH_ARG(bool, renormalize) = false;
+  /// The number of groups of equal size into which the experts are divided. Experts are chosen from the
+  /// top_groups groups with the largest sum of their two best scores.
+  TORCH_ARG(int64_t, groups) = 1;
+  TORCH_ARG(int64_t, top_groups) = 1;
+  /// A factor of the weights.
+  TORCH_ARG(double, scale) = 1.0;
+  /// (...), bool: the tokens that count, true for each of them. A token that does not count has no expert.
+  TORCH_ARG(std::optional<at::Tensor>, mask) = std::nullopt;
+};
+
+/// The result of moe_route. `index` (..., top_k), int64: the chosen experts, the best first; -1 for tokens
+/// that do not count. `weight` (..., top_k), the dtype of the logits; 0 for tokens that do not count.
+/// `counts` (experts), int64: the number of tokens of each expert. `balance` and `z`, of shape () and fp32,
+/// or fp64 for fp64 logits: the load-balancing loss and the z-loss, without their coefficients.
+struct MoeRoute {
+  at::Tensor index, weight, counts, balance, z;
+};
+
+/// Chooses the top_k best of the experts for each token, from router logits (..., experts) of fp32, fp64,
+/// bf16 or fp16. Computes in fp32. Equal scores rank by the lowest index, and NaN ranks above all numbers.
+/// weight, balance and z have gradients.
+SHOESTRING_API MoeRoute moe_route(const at::Tensor& logits, int64_t top_k,
+                                  const MoeRouteOptions& options = {});
+
+/// The result of moe_sort, int64 tensors. A slot is an element of `index`, by its position in memory order:
+/// with index (tokens, top_k), slot s belongs to token s / top_k. `order` (slots): the slots in the order of
+/// their experts; those without an expert come last. `inverse` (slots): the place of each slot in `order`.
+/// `offsets` (experts + 1): order[offsets[e]] to order[offsets[e + 1] - 1] are the slots of expert e.
+struct MoeSort {
+  at::Tensor order, inverse, offsets;
+};
+
+/// Sorts slots by their experts. index: int64 of any shape, with values in [0, experts), or -1 for no expert.
+/// Slots of the same expert keep their order.
+SHOESTRING_API MoeSort moe_sort(const at::Tensor& index, int64_t experts);
+
+}  // namespace shoestring

@@ -1,0 +1,1 @@
+"""Mixtures of experts: the choice of experts for each token, and the order of tokens by expert."""

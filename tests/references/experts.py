@@ -1,0 +1,47 @@
+"""The operators of experts in plain PyTorch."""
+
+import torch
+from torch import Tensor
+
+
+def first_largest(x: Tensor, k: int) -> Tensor:
+    """Return the indices of the k largest elements of the last dimension, the lowest first among equals."""
+    return x.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+
+
+def moe_route_reference(
+    logits: Tensor,
+    top_k: int,
+    *,
+    score: str = "softmax",
+    bias: Tensor | None = None,
+    renormalize: bool = False,
+    groups: int = 1,
+    top_groups: int = 1,
+    scale: float = 1.0,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """Return index, weight, counts, balance and z, computed in fp32 or fp64 as the routers of transformers do."""
+    experts = logits.shape[-1]
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    scores = {"softmax": wide.softmax(-1), "sigmoid": wide.sigmoid(), "topk_softmax": wide}[score]
+    key = scores if bias is None else scores + bias.detach().to(wide.dtype)
+    if top_groups < groups:
+        grouped = key.unflatten(-1, (groups, experts // groups))
+        best = grouped.topk(min(2, experts // groups), -1).values.sum(-1)
+        kept = torch.zeros_like(best, dtype=torch.bool).scatter(-1, first_largest(best, top_groups), True)
+        key = key.masked_fill(~kept.repeat_interleave(experts // groups, -1), -torch.inf)
+    index = first_largest(key.detach(), top_k)
+    weight = scores.gather(-1, index)
+    if score == "topk_softmax":
+        weight = weight.softmax(-1)
+    elif renormalize:
+        weight = weight / (weight.sum(-1, keepdim=True) + (1e-20 if score == "sigmoid" else 0))
+    counted = logits.new_ones(logits.shape[:-1], dtype=torch.bool) if mask is None else mask
+    weight = (weight * scale).to(logits.dtype).masked_fill(~counted.unsqueeze(-1), 0)
+    counts = torch.bincount(index[counted].flatten(), minlength=experts)
+    tokens = max(int(counted.sum()), 1)
+    shares = scores / scores.sum(-1, keepdim=True) if score == "sigmoid" else wide.softmax(-1)
+    balance = experts * (counts.to(wide.dtype) / tokens * shares[counted].sum(0) / tokens).sum()
+    z = wide[counted].logsumexp(-1).square().sum() / tokens
+    return index.masked_fill(~counted.unsqueeze(-1), -1), weight, counts, balance, z

@@ -137,7 +137,7 @@ __device__ inline void limit_groups(const Route& route, unsigned* keys, unsigned
   __syncwarp();
 }
 
-// Budget: 64 registers, 0 bytes shared, no spills.
+// Budget: 72 registers, 0 bytes shared, 24 bytes stack.
 template <class T>
 __global__ void __launch_bounds__(kExpertWarps* kWarp)
     route_tokens(Route route, RouteForward io, int64_t rows, RouteParts sums) {

@@ -16,7 +16,7 @@ __device__ inline int expert_of(int64_t index, int64_t experts) {
   return static_cast<int>(index >= 0 && index < experts ? index : experts);
 }
 
-// Budget: 40 registers, 0 bytes shared, no spills.
+// Budget: 48 registers, 0 bytes shared, no spills.
 __global__ void __launch_bounds__(kExpertWarps* kWarp)
     count_slots(const int64_t* index, int64_t slots, int64_t experts, int64_t each, int64_t parts,
                 int64_t* counts) {
@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(kExpertWarps* kWarp)
 }
 
 // Replaces the counts of each part by the places of the first slots of its experts.
-// Budget: 40 registers, 0 bytes shared, no spills.
+// Budget: 56 registers, 0 bytes shared, no spills.
 __global__ void __launch_bounds__(kScanThreads)
     scan_counts(int64_t* counts, int64_t experts, int64_t parts, int64_t* offsets) {
   auto* first =
@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kScanThreads)
   }
 }
 
-// Budget: 40 registers, 0 bytes shared, no spills.
+// Budget: 56 registers, 0 bytes shared, no spills.
 __global__ void __launch_bounds__(kExpertWarps* kWarp)
     place_slots(const int64_t* index, int64_t slots, int64_t experts, int64_t each, int64_t parts,
                 const int64_t* places, int64_t* order, int64_t* inverse) {

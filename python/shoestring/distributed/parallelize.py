@@ -309,7 +309,7 @@ def parallelize(
     split = grid.size(grid.ndim - 1) if grid is not None else ranks
     replicas = ranks // split
     if grid is not None:
-        _check_rows(model, split)
+        check_rows(model, split)
     if compress is not None and strategy == "hsdp" and replicas == 1 < ranks:
         _refuse(
             "compress",
@@ -511,7 +511,7 @@ def _check_mesh(strategy: str, mesh: DeviceMesh | tuple[int, ...], ranks: int) -
         _refuse("mesh", "names of its two dimensions", "none. Pass mesh_dim_names to init_device_mesh.")
 
 
-def _check_rows(model: nn.Module, shards: int) -> None:
+def check_rows(model: nn.Module, shards: int) -> None:
     """Raise if the ranks cannot split the rows of a quantised weight."""
     for name, p in model.named_parameters():
         if not is_traceable_wrapper_subclass(p) or p.shape[0] == 0:

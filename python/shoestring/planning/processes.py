@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
+from shoestring.checkpoint.costs import OFFLOADED
 from shoestring.checkpoint.weights import OWNER
 from shoestring.core.errors import InputError
 from shoestring.distributed.links import Link
-from shoestring.distributed.parallelize import STRATEGIES
+from shoestring.distributed.parallelize import STRATEGIES, check_rows
 from shoestring.distributed.rank_layout import (
     RankPart,
     rank_parts,
@@ -22,13 +23,14 @@ from shoestring.distributed.rank_layout import (
     units,
 )
 from shoestring.distributed.rank_program import Setting, replicated, sharded, split
-from shoestring.distributed.step_program import Compute, Hold, Program
+from shoestring.distributed.step_program import Compute, Hold, Program, sent_bytes
 from shoestring.optim.base import LowMemoryOptimizer
 from shoestring.optim.state_sizes import State, optimizer_state, total
 from shoestring.planning import candidates
 
 Json = dict[str, Any]
 
+PLANNED = STRATEGIES[:4]  # the strategies for which plans are made, from the one that splits the least
 # Formulas of what is sent have an error of about a tenth. Of strategies within it, the one that splits the least is taken.
 MARGIN = 1.1
 
@@ -127,7 +129,7 @@ class Sharing:
                 form
                 | {
                     "gradient_bytes": self._growing(),
-                    "passes": [one | {"kept": self._kept(one)} for one in form["passes"]],
+                    "passes": [self._pass(one) for one in form["passes"]],
                     "places": [place | {"device_bytes": weights} for place in form["places"]],
                     "optimizers": [
                         way | rank[way["state"]](way)
@@ -144,14 +146,20 @@ class Sharing:
             return 0
         return sum(unit.gradients for unit in units(self.model, self.processes)) // self.processes
 
-    def _kept(self, measured: Json) -> list[Json]:
-        """Return the blocks of a backward that leaves gradients, which are whole until they are sent."""
+    def _pass(self, measured: Json) -> Json:
+        """Return a pass of a rank. Gradients that its backward leaves are whole until they are sent."""
         if self.strategy != "zero3":
-            return list(measured["freed"])
-        return [
-            freed | {"gradient_bytes": kept["gradient_bytes"] // self.processes}
-            for freed, kept in zip(measured["freed"], measured["kept"], strict=True)
+            return measured | {"kept": measured["freed"]}
+        # Offloaded activations are told apart from weights by the storages of the whole weights, which a rank frees.
+        freed = [
+            block | {"choices": [choice for choice in block["choices"] if choice["name"] not in OFFLOADED]}
+            for block in measured["freed"]
         ]
+        kept = [
+            block | {"gradient_bytes": own["gradient_bytes"] // self.processes}
+            for block, own in zip(freed, measured["kept"], strict=True)
+        ]
+        return measured | {"freed": freed, "kept": kept}
 
     def _weights(self) -> int:
         params, buffers = list(self.model.parameters()), sum(b.nbytes for b in self.model.buffers())
@@ -213,17 +221,46 @@ class Sharing:
             if (one["accumulate"] == 1) == (micro == 1):
                 yield self._sent(one)
 
+    def _of_plan(self, content: Json) -> Program:
+        """Return what a rank computes, sends and holds in a step of a plan."""
+        recomputes = any(block["treatment"] != "keep" for block in content["checkpoints"])
+        return self.program(content["optimizer_state"], content["accumulate"], recomputes)
+
+    def traffic(self, content: Json) -> dict[str, float]:
+        """Return the bytes that a rank sends in a step of a plan, on average over the ranks, by what is sent."""
+        return sent_bytes(self._of_plan(content).collectives, self.gloo)
+
     def _sent(self, content: Json) -> Json:
         """Return a plan with the time in which ranks wait for each other."""
-        recomputes = any(block["treatment"] != "keep" for block in content["checkpoints"])
-        program = self.program(content["optimizer_state"], content["accumulate"], recomputes)
-        seconds = program.seconds(content["seconds"], self.link, gloo=self.gloo)
+        seconds = self._of_plan(content).seconds(content["seconds"], self.link, gloo=self.gloo)
         waits = seconds - content["seconds"]
         points = {
             name: [one | {"seconds": one["seconds"] + waits} for one in content[name]]
             for name in ("frontier", "alternatives")
         }
         return content | points | {"seconds": seconds, "least_seconds": seconds}
+
+
+def check_strategy(asked: str | None, known: Sequence[str]) -> None:
+    """Raise InputError if the given strategy is not one of those that are known, which None is."""
+    if asked is not None and asked not in known:
+        raise InputError(
+            f"plan_training: fixed: parallel: expected {' | '.join(known)}, received {asked[:40]}"
+        )
+
+
+def _why_not_split(model: nn.Module, processes: int, activations: str | None = None) -> str | None:
+    """Return why processes cannot split the weights of a model, with this given treatment of all blocks, or None."""
+    if activations in OFFLOADED:
+        return f"expected activations that stay on the device, received {activations}"
+    for name, p in model.named_parameters():
+        if p.ndim == 0:
+            return f"expected parameters with rows, received {name} without a dimension"
+    try:
+        check_rows(model, processes)
+    except ValueError as error:
+        return str(error).removeprefix("parallelize: model: ").partition(". Quantise")[0]
+    return None
 
 
 def _peaks(program: Program) -> tuple[int, int]:
@@ -251,37 +288,51 @@ def plan_ranks(
         model: the model.
         found: the situation of one process that has the rows of a rank.
         freedom: what the plan may change.
-        given: choices that are given.
+        given: choices that are given, of which ``parallel`` is the only strategy that is planned for.
         make: makes an optimizer of parameters.
         processes: the number of processes.
         link: what connects them.
 
     Raises:
         NoPlanError: no plan fits with any strategy.
+        ValueError: the given strategy cannot train the model.
     """
     if given.get("step_in_backward") == "true":
         raise InputError(
             "plan_training: fixed: step_in_backward: expected false for several processes, received true"
         )
+    asked = given.get("parallel")
+    others = {name: value for name, value in given.items() if name != "parallel"}
+    hindrance = _why_not_split(model, processes, given.get("activations"))
+    if asked == "zero3" and hindrance is not None:
+        raise InputError(
+            f"plan_training: fixed: parallel: expected {' | '.join(PLANNED[:3])} for this model, received zero3: {hindrance}"
+        )
+    sharings = {
+        name: Sharing(name, model, make, processes, link, found["host_is_device"])
+        for name in (PLANNED if asked is None else (asked,))
+        if name != "zero3" or hindrance is None
+    }
     plans: dict[str, Json] = {}
     errors: dict[str, candidates.NoPlanError] = {}
-    for strategy in STRATEGIES[:4]:
-        if strategy == "zero3" and any(p.ndim == 0 for p in model.parameters()):
-            continue
+    for strategy, sharing in sharings.items():
         try:
-            plans[strategy] = Sharing(strategy, model, make, processes, link, found["host_is_device"]).plan(
-                found, freedom, given
-            )
+            plans[strategy] = sharing.plan(found, freedom, others)
         except candidates.NoPlanError as error:
             errors[strategy] = error
     if not plans:
         raise errors[next(reversed(errors))]
     fastest = min(plan["seconds"] for plan in plans.values())
     chosen = next(name for name, plan in plans.items() if plan["seconds"] <= MARGIN * fastest)
-    texts = [f"a batch takes {plans[chosen]['seconds']:.3g} s over {link}"]
+    sent = sharings[chosen].traffic(plans[chosen])
+    text = " and ".join(f"{size / 2**20:.3g} MiB of {what}" for what, size in sent.items())
+    took = f"a batch takes {plans[chosen]['seconds']:.3g} s over {link}, in which a rank sends {text or 'nothing'}"
+    texts = [f"as given: {took}" if asked else took]
     texts += [f"{name} {plan['seconds']:.3g} s" for name, plan in plans.items() if name != chosen]
     for name, failure in errors.items():
         least = re.search(r"at least \d+ bytes \(([^)]*)\)", str(failure))
         texts.append(f"{name} does not fit" + (f", since it needs {least[1]}" if least else ""))
+    if asked is None and hindrance is not None:
+        texts.append(f"zero3 is left out: {hindrance}")
     reason = {"lever": "parallel", "text": f"--parallel {chosen}: {'; '.join(texts)}"}
     return plans[chosen] | {"parallel": chosen, "reasons": [reason, *plans[chosen]["reasons"]]}

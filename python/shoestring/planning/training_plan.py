@@ -25,7 +25,7 @@ from shoestring.optim import AdamW
 from shoestring.planning import candidates, situation
 from shoestring.planning.machine import Machine, hardware_profile
 from shoestring.planning.methods import FULL, Method, apply_method, freed_bytes, methods
-from shoestring.planning.processes import check_processes, plan_ranks
+from shoestring.planning.processes import PLANNED, check_processes, check_strategy, plan_ranks
 from shoestring.planning.situation import Budgets, Example, Json
 from shoestring.planning.tiles import check_tiles_of, tile_reasons
 from shoestring.planning.trial import Measured, NotFiniteError, run_trial, run_trials
@@ -218,6 +218,8 @@ class TrainingPlan:
     def __str__(self) -> str:
         content = self._content
         rows = f"{content['accumulate']} x {content['micro_batch']} rows"
+        if content["parallel"] != "none":
+            rows += f" in each process, {content['parallel']}"
         return "\n".join(
             [
                 f"{rows}, {content['precision']}, {content['optimizer_state']} state: {content['seconds']:.3g} s for a batch, "
@@ -283,7 +285,7 @@ def plan_training(
         optimizer_options: further options of the optimizer, such as ``{"weight_rounding": "stochastic"}``.
         fixed: choices that are given, such as ``{"micro_batch": 8, "precision": "fp32"}``; the rest is planned around
             them, and they need no freedom. The names are those of ``TrainingPlan``. The precisions "tf32" and "fp16"
-            are planned for only if they are given.
+            are planned for only if they are given. Several processes also have ``parallel``, one of the strategies below.
         measure: whether to run the fastest plan, the next best and the plainest for some batches, for about 5 s in all,
             and to take the one that is the fastest; the plainest unless another one is faster by 2 %. Plans whose
             predicted memory is above a budget are never run, nor are plans with adapters, which the model does not have
@@ -297,7 +299,8 @@ def plan_training(
             each of them: it has an equal part of the batch, and the budgets are its own. The strategy, ``parallel``, is
             the first of "ddp", "zero1", "zero2" and "zero3" that fits and whose step takes at most a tenth longer than
             the fastest one. What is sent takes as long as formulas say; the other reasons have the times of what a
-            process computes. Steps within backward and other methods take no part, and no plan is run.
+            process computes, and the first one says what a process sends. Steps within backward and other methods take no
+            part, and no plan is run. "zero3" takes no part if it cannot split the weights, and offloads no activations.
         link: for several processes, what connects them, such as "10Gbit,50us". ``distributed.measure_link`` measures it.
 
     Returns:
@@ -340,6 +343,10 @@ def plan_training(
         for name, value in (fixed or {}).items()
     }
     options = optimizer_options or {}
+    if connection is None:
+        check_strategy(given.pop("parallel", None), ("none",))
+    else:
+        check_strategy(given.get("parallel"), PLANNED)
 
     def measured(wanted: list[Method]) -> tuple[Json, list[Json]]:
         return situation.measure_situation(

@@ -1,6 +1,5 @@
 """Test plans of several processes: the strategy by memory and link, predicted memory against processes, and errors."""
 
-import functools
 import gc
 from contextlib import nullcontext
 from pathlib import Path
@@ -17,6 +16,7 @@ from shoestring.optim import AdamW
 from shoestring.planning import processes, situation
 from shoestring.planning.candidates import NoPlanError
 from shoestring.planning.processes import Sharing
+from shoestring.training.run.processes import Processes
 
 FAST, SLOW = "1000Gbit,1us", "10Mbit,1ms"
 
@@ -46,7 +46,9 @@ def test_a_model_that_fits_is_replicated(no_reserve: None) -> None:
     plan = planned(link=SLOW)
     assert plan.parallel == "ddp" and plan.micro_batch * plan.accumulate == BATCH // 2
     assert plan.reasons[0]["text"].startswith("--parallel ddp: a batch takes ")
-    assert " s over 10Mbit,1ms; zero1 " in plan.reasons[0]["text"]
+    mebibytes = sum(p.nbytes for p in Wide().parameters()) / 2**20
+    sent = f"in which a rank sends {mebibytes:.3g} MiB of gradients"  # twice (N - 1) / N, with two processes
+    assert f" s over 10Mbit,1ms, {sent}; zero1 " in plan.reasons[0]["text"]
     assert shoestring.TrainingPlan(plan.to_dict()).parallel == "ddp"
 
 
@@ -70,38 +72,73 @@ def test_the_link_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fastest strategy over the link is taken, unless another one that fits splits less and is about as fast."""
     seconds = {"ddp": None, "zero1": 3.0, "zero2": 2.1, "zero3": 2.0}
 
-    def plan(self: Sharing, *_: Any) -> dict[str, Any]:
+    def plan(self: Sharing, _: object, freedom: str, given: dict[str, str]) -> dict[str, Any]:
+        assert not given
         taken = seconds[self.strategy]
         if taken is None:
             raise NoPlanError("plan_training: expected device_memory of at least 9 bytes (3 GiB), received 1")
         return {"seconds": taken, "reasons": []}
 
     monkeypatch.setattr(Sharing, "plan", plan)
-    chosen = functools.partial(
-        processes.plan_ranks, Model(), {"host_is_device": True}, "exact", {}, AdamW, 2, Link(1e9, 1e-6)
-    )
+    monkeypatch.setattr(Sharing, "traffic", lambda *_: {"gradients": 2.0**21, "weights": 2.0**20})
+
+    def chosen(model: torch.nn.Module | None = None, **given: str) -> dict[str, Any]:
+        found = {"host_is_device": True}
+        link = Link(1e9, 1e-6)
+        return processes.plan_ranks(model or Model(), found, "exact", given, AdamW, 2, link)
+
     [reason] = chosen()["reasons"]
+    sent = "over 8Gbit,1us, in which a rank sends 2 MiB of gradients and 1 MiB of weights"
     assert reason["lever"] == "parallel" and reason["text"] == (
-        "--parallel zero2: a batch takes 2.1 s over 8Gbit,1us; zero1 3 s; zero3 2 s; "
-        "ddp does not fit, since it needs 3 GiB"
+        f"--parallel zero2: a batch takes 2.1 s {sent}; zero1 3 s; zero3 2 s; ddp does not fit, since it needs 3 GiB"
     )
     seconds["zero2"] = 2.3
     assert chosen()["seconds"] == 2.0
+    [reason] = chosen(parallel="zero1")["reasons"]
+    assert reason["text"] == f"--parallel zero1: as given: a batch takes 3 s {sent}"
+    with pytest.raises(ValueError, match="expected device_memory of at least 9 bytes"):
+        chosen(parallel="ddp")
+
+    scalar = Model()
+    scalar.register_parameter("scale", torch.nn.Parameter(torch.ones(())))
+    why = "expected parameters with rows, received scale without a dimension"
+    found = chosen(scalar)
+    assert found["parallel"] == "zero2" and found["reasons"][0]["text"].endswith(f"zero3 is left out: {why}")
+    with pytest.raises(ValueError, match=f"parallel: expected ddp .* for this model, received zero3: {why}"):
+        chosen(scalar, parallel="zero3")
+
+
+def test_split_weights_do_not_split_blocks_of_codes() -> None:
+    """zero3 takes no part for a quantised weight whose rows are no whole blocks, as parallelize refuses it."""
+    for features, message in (
+        (128, ""),
+        (100, "expected weights whose rows 2 processes can split, received 1.weight: "),
+    ):
+        layers = torch.nn.Sequential(torch.nn.Linear(256, 64), torch.nn.Linear(features, 64))
+        shoestring.lora.apply(layers, quantize="nf4")
+        why = processes._why_not_split(layers, 2)
+        assert (why or "").startswith(message) and (why is None) == (not message)
+
+
+def test_split_weights_offload_no_activations() -> None:
+    blocks = [{"gradient_bytes": 8, "choices": [{"name": name} for name in ("keep", "offload")]}]
+    measured = {"rows": 1, "freed": blocks, "kept": blocks}
+    split, whole = (
+        Sharing(s, Model(), AdamW, 2, Link(1, 1), False)._pass(measured) for s in ("zero3", "ddp")
+    )
+    assert whole["freed"] == whole["kept"] == blocks
+    assert split["freed"] == [{"gradient_bytes": 8, "choices": [{"name": "keep"}]}]
+    assert split["kept"] == [{"gradient_bytes": 4, "choices": [{"name": "keep"}]}]
+    why = processes._why_not_split(Model(), 2, "offload")
+    assert why == "expected activations that stay on the device, received offload"
 
 
 def _trained(rank: int, strategy: str, fixed: dict[str, Any]) -> None:
-    """Compare the plan of a strategy with what a process allocates in its third step."""
-    torch.manual_seed(0)
-    model = Wide()
-    budgets = situation.Budgets(None, None, 0, None)
-    given = {name: str(value) for name, value in fixed.items()} | {"precision": "fp32"}
-    found, _ = situation.measure_situation(
-        model, example_of(model), BATCH // 2, budgets, "adamw", {}, given | {"optimizer_state": "fp32"}
-    )
-    found["reserve_bytes"] = 0
-    given |= {"optimizer_state": "fp32"}
-    content = Sharing(strategy, model, AdamW, 2, Link(1e9, 1e-6), gloo=True).plan(found, "exact", given)
-    del model, found
+    """Compare the plan that the first process makes with what each process allocates in its third step."""
+    situation._reserve = lambda *_: 0  # type: ignore[assignment]  # this process alone
+    given = fixed | {"precision": "fp32", "parallel": strategy}
+    content = Processes(rank, 2).from_first(lambda: planned(fixed=given).to_dict())
+    assert content["parallel"] == strategy
     gc.collect()
     with shoestring.host_allocator() as allocator:
         before = allocator.stats().allocated
@@ -143,6 +180,14 @@ def test_predicted_bytes_are_those_of_a_process(strategy: str, fixed: dict[str, 
         (
             {"fixed": {"step_in_backward": True}},
             "fixed: step_in_backward: expected false for several processes",
+        ),
+        (
+            {"fixed": {"parallel": "hsdp"}},
+            "fixed: parallel: expected ddp | zero1 | zero2 | zero3, received hsdp",
+        ),
+        (
+            {"processes": 1, "link": None, "fixed": {"parallel": "ddp"}},
+            "fixed: parallel: expected none, received ddp",
         ),
         ({"link": "fast"}, "link: expected bandwidth,latency, such as 100Mbit,30ms"),
     ],

@@ -14,7 +14,17 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from ports import free_port
+
+
+class Ended(NamedTuple):
+    """A command that has ended, with what it has written."""
+
+    code: int
+    out: str
+    errors: str
 
 
 class Commands:
@@ -48,6 +58,21 @@ class Commands:
 
     def run(self, *arguments: object, log: Path, code: str = "") -> int:
         return self.wait(self.start(*arguments, log=log, code=code))
+
+    def together(self, folder: Path, *arguments: object, code: str = "") -> list[Ended]:
+        """Run a command in two processes with the environment of torchrun, and log files in ``folder``."""
+        place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        logs = [[folder / f"{name}.{rank}" for name in ("out", "errors")] for rank in range(2)]
+        processes = []
+        for rank, (out, errors) in enumerate(logs):
+            environment = {**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            own = f"import os; os.environ.update({environment!r})\n{code}"
+            processes.append(self.start(*arguments, log=out, errors=errors, code=own))
+        codes = [self.wait(process) for process in processes]
+        return [
+            Ended(status, out.read_text(), errors.read_text())
+            for status, (out, errors) in zip(codes, logs, strict=True)
+        ]
 
     def _ask(self, request: dict[str, Any]) -> int:
         assert self._server.stdin is not None and self._server.stdout is not None

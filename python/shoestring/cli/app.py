@@ -16,7 +16,7 @@ from shoestring.cli.config import GenerateConfig, RunFolder, Source
 from shoestring.cli.expand_settings import expand_settings
 from shoestring.core.errors import InputError, is_utf8, printable
 from shoestring.files.atomic import disk_error
-from shoestring.training.config import FinetuneConfig, TrainConfig
+from shoestring.training.config import FinetuneConfig, PlanConfig, TrainConfig
 from shoestring.training.estimate.config import EstimateConfig
 from shoestring.training.options import COUNT, VOCABULARY, Device, HostAllocator, TrustRemoteCode, number
 from shoestring.training.run.signals import Interrupted, handled
@@ -55,7 +55,7 @@ def finetune(source: Source, out: RunFolder, config: FinetuneConfig) -> None:
 @expand_settings
 def plan(
     source: Source,
-    config: FinetuneConfig,
+    config: PlanConfig,
     plot: Annotated[Path | None, typer.Option(help="Image of memory against speed to write.")] = None,
     as_json: Annotated[
         Path | None, typer.Option("--json", help="File of the plan, which C++ reads, too.")

@@ -77,8 +77,16 @@ def _finetune(run: Run[FinetuneConfig], source: Source, execute: Execute) -> dic
         raise InputError(
             f"--model {folder}: its weights are quantised already: expected no --full, --baseline or --merge"
         )
-    former = recorded_plan(run) if config.resume and not config.replan else None
-    asked, (config, tiles) = config, choose_place(config, str(checked.folder), run.device, former)
+    asked = config
+
+    def chosen() -> dict[str, Any]:
+        former = recorded_plan(run) if config.resume and not config.replan else None
+        place, tiles = choose_place(asked, str(checked.folder), run.device, former)
+        return {"offload_weights": place.offload_weights, "precision": place.precision, "tiles": tiles}
+
+    found = run.processes.from_first(chosen)
+    tiles = found.pop("tiles")
+    config = replace(config, **found)
     if config != asked:
         say(
             f"to fit --device-memory {config.device_memory}: --offload-weights {config.offload_weights} --precision "

@@ -39,8 +39,8 @@ def choose_place(
     A step has at least the weights, the adapters, and a micro-batch of one row of which all blocks are computed again.
     If these do not fit, frozen weights take 16 bits, or leave for ``--disk``, or from a GPU for host memory. If two
     blocks at a time do not fit either, quantised layers without adapters leave in tiles, as they are read. Options that
-    the user gave stay. If nothing fits, the options stay, and the plan says later what is missing. A run that goes on
-    with its ``former`` plan has the tiles of this plan.
+    the user gave stay, and several processes keep the weights on the device. If nothing fits, the options stay, and the
+    plan says later what is missing. A run that goes on with its ``former`` plan has the tiles of this plan.
     """
     if former is not None and former.tiles:
         place = config.offload_weights if "offload_weights" in config.given else former.weights_place
@@ -65,7 +65,7 @@ def choose_place(
 def _choices(config: FinetuneConfig, device: torch.device) -> Iterator[FinetuneConfig]:
     """Yield the options with each place and precision that may be chosen, the fastest first."""
     places = [config.offload_weights]
-    if "offload_weights" not in config.given:
+    if "offload_weights" not in config.given and config.processes == 1:
         places += ["cpu"] if is_asynchronous(device) and config.host_memory is not None else []
         places += [] if config.disk is None else [f"nvme:{config.disk.rpartition('=')[0] or config.disk}"]
     for place in places:

@@ -13,10 +13,13 @@ from shoestring.cli.config import Source
 from shoestring.cli.console import gigabytes, print_table
 from shoestring.cli.finetune import finetune
 from shoestring.core.errors import InputError
+from shoestring.distributed.links import Link
 from shoestring.files.atomic import atomic_file
 from shoestring.planning.training_plan import TrainingPlan
-from shoestring.training.config import FinetuneConfig, LoopConfig
-from shoestring.training.conflicts import unplanned
+from shoestring.training.config import LoopConfig, PlanConfig
+from shoestring.training.conflicts import check_shares, parallel_conflicts, unplanned
+from shoestring.training.estimate.ranks import parse_link
+from shoestring.training.options import environment_number, refuse_together
 from shoestring.training.report.plots import draw_frontier
 from shoestring.training.run.loop import Trainer
 from shoestring.training.run.plan import plan_run
@@ -25,12 +28,13 @@ from shoestring.training.run.precision import choose_precision
 MOST_POINTS = 12  # rows of the table of budgets
 
 
-def plan(config: FinetuneConfig, source: Source, plot: Path | None, as_json: Path | None) -> None:
-    """Print a plan; write the plot and the plan's file if they are wanted."""
+def plan(config: PlanConfig, source: Source, plot: Path | None, as_json: Path | None) -> None:
+    """Print a plan, with --world that of each process; write the plot and the plan's file if they are wanted."""
     if config.resume:
         raise InputError("--resume: expected a new plan; the plan of a run is in its run.json")
     for option in unplanned(config):
         raise InputError(f"{option}: expected an option for which plans are made; leave it out")
+    link = _check_world(config)
     _check_files({"--plot": plot, "--json": as_json})
     found: list[tuple[TrainingPlan, int]] = []
 
@@ -41,15 +45,17 @@ def plan(config: FinetuneConfig, source: Source, plot: Path | None, as_json: Pat
         rebuild: Callable[[LoopConfig], None] | None,
     ) -> dict[str, Any]:
         choose_precision(trainer, rebuild)
-        made = plan_run(trainer)
+        made = plan_run(trainer, processes=config.processes, link=link)
         longest = trainer.longest_rows()
-        tokens = trainer.train.count(longest) * made.micro_batch * made.accumulate // max(1, len(longest))
-        found.append((made, tokens))
+        rows = made.micro_batch * made.accumulate * config.processes
+        found.append((made, trainer.train.count(longest) * rows // max(1, len(longest))))
         return {}
 
     with tempfile.TemporaryDirectory() as folder:
         finetune(config, source, Path(folder) / "run", execute)
     (made, tokens), *_ = found
+    if config.processes > 1:
+        print(f"{made.parallel} over {config.processes} processes; the plan and the memory of one of them:")
     _print(made, tokens)
     if as_json is not None:
         try:
@@ -61,6 +67,39 @@ def plan(config: FinetuneConfig, source: Source, plot: Path | None, as_json: Pat
     if plot is not None:
         with atomic_file(plot) as file:
             file.write(draw_frontier(_points(made, tokens), made.peak))
+
+
+def _check_world(config: PlanConfig) -> Link | None:
+    """Return the link of several processes, or None for one; raise InputError for the first option that does not fit."""
+    started = environment_number("WORLD_SIZE", 1)
+    if started > 1:
+        raise InputError(
+            f"plan: expected one process, which plans for as many as --world says, got the {started} of torchrun"
+        )
+    if config.world is None:
+        for name in ("link", "parallel"):
+            if getattr(config, name) != getattr(PlanConfig, name):
+                raise InputError(f"--{name} {getattr(config, name)}: expected --world as well, received none")
+        return None
+    link = parse_link(config.link)
+    if config.world == 1:
+        if link is not None:
+            raise InputError(
+                f"--link {config.link}: expected none for one process; leave it out, or raise --world"
+            )
+        return None
+    if config.parallel == "none":
+        raise InputError(
+            f"--parallel: expected auto, ddp, zero1, zero2 or zero3 with --world {config.world}, got none"
+        )
+    if link is None:
+        raise InputError(
+            f"--world {config.world}: expected --link as well, such as 10Gbit,50us, received none; "
+            "shoestring.distributed.measure_link measures it"
+        )
+    check_shares(config.accumulate, config.world)
+    refuse_together(parallel_conflicts(config, config.parallel, config.compress))
+    return link
 
 
 def _check_files(paths: dict[str, Path | None]) -> None:

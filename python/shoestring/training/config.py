@@ -154,12 +154,13 @@ class StepConfig:
 
     def __post_init__(self) -> None:
         if self.accumulate == 0:
-            object.__setattr__(self, "accumulate", self._processes())
+            object.__setattr__(self, "accumulate", self.processes)
         if self.precision == "auto" and self.weights != "fp32":  # bf16 weights need products in bf16
             object.__setattr__(self, "precision", "bf16")
 
-    def _processes(self) -> int:
-        """Return the number of processes that share the micro-batches of a step."""
+    @property
+    def processes(self) -> int:
+        """The number of processes that share the micro-batches of a step."""
         return 1
 
     @property
@@ -265,7 +266,7 @@ class LoopConfig(StepConfig):
         choice(
             *PARALLEL,
             help=": how the processes that torchrun has started share the training; each takes its part of the --accumulate "
-            "micro-batches of a step.",
+            "micro-batches of a step. With auto, or without the option, a plan decides; without a plan, the memory that is free.",
         ),
     ] = field(default="none", metadata=MAY_CHANGE)
     compress: Annotated[
@@ -280,7 +281,19 @@ class LoopConfig(StepConfig):
     # names of the options that the user gave, which a plan does not change
     given: frozenset[str] = field(default=frozenset(), metadata=MAY_CHANGE)
 
-    def _processes(self) -> int:
+    def __post_init__(self) -> None:
+        if self.parallel == "none" and "parallel" not in self.given and self._needs_strategy:
+            object.__setattr__(self, "parallel", "auto")
+        super().__post_init__()
+
+    @property
+    def _needs_strategy(self) -> bool:
+        """Whether several processes share the training, which a plan may divide among them."""
+        may_be_planned = not self.baseline and self.device_memory != "none"
+        return may_be_planned and environment_number("WORLD_SIZE", 1) > 1
+
+    @property
+    def processes(self) -> int:
         return 1 if self.parallel == "none" else max(1, environment_number("WORLD_SIZE", 1))
 
     @property
@@ -298,7 +311,7 @@ class LoopConfig(StepConfig):
     @property
     def blocks_place(self) -> str | None:
         """The place where whole weights of blocks lie; None if they stay, or if processes move their parts."""
-        return None if self._processes() > 1 else self.weights_place
+        return None if self.processes > 1 else self.weights_place
 
     @property
     def result(self) -> str:
@@ -440,6 +453,34 @@ class FinetuneConfig(LoopConfig, AdapterConfig):
 
     def fixed(self) -> dict[str, Any]:
         return super().fixed() | {"quantize": self.frozen_format, "target_modules": self.targets}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanConfig(FinetuneConfig):
+    """Options of `shoestring plan`, which plans a fine-tuning, also for processes that are not here."""
+
+    world: Annotated[
+        int | None,
+        number(
+            1,
+            1 << 16,
+            help="Processes that share the training. Then the plan, and its memory, are those of one of them.",
+        ),
+    ] = field(default=None, metadata=MAY_CHANGE)
+    link: Annotated[
+        str | None,
+        typer.Option(
+            help="With --world: bandwidth and latency of each process's link, such as 100Mbit,30ms or 25GB/s,5us."
+        ),
+    ] = field(default=None, metadata=MAY_CHANGE)
+
+    @property
+    def _needs_strategy(self) -> bool:
+        return self.processes > 1
+
+    @property
+    def processes(self) -> int:
+        return self.world or 1
 
 
 def default_format(model_type: object) -> str:

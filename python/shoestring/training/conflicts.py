@@ -61,10 +61,23 @@ def unplanned(config: LoopConfig) -> Iterator[str]:
         "--baseline": config.baseline,
         "--compile": config.compile,
         f"--memory-budget {config.memory_budget}": config.memory_budget is not None,
-        f"--parallel {config.parallel}": config.parallel != "none",
+        f"--parallel {config.parallel}": config.parallel == "hsdp",
+        f"--compress {config.compress}": config.compress != "none",
+        # A plan leaves the weights of several processes on the device.
+        f"--offload-weights {config.weights_place}": config.processes > 1
+        and config.weights_place is not None,
         f"--optimizer {config.optimizer}": config.optimizer not in PLANNED_OPTIMIZERS,
     }
     yield from (option for option, is_set in refused.items() if is_set)
+
+
+def check_shares(accumulate: int, processes: int) -> None:
+    """Raise InputError if the processes cannot share the micro-batches of a step."""
+    if accumulate % processes:
+        raise InputError(
+            f"--accumulate: expected a multiple of the {processes} processes, which share the micro-batches of a step, got "
+            f"{accumulate}"
+        )
 
 
 def optimizer_conflicts(config: StepConfig) -> Iterator[tuple[str, str]]:

@@ -19,7 +19,6 @@ import torch
 
 from cli_helpers import TINY, TUNE, losses, refuse, succeed, text, weights
 from cli_server import Commands
-from ports import free_port
 from shoestring.files.atomic import PARTIAL
 
 STEPS = [
@@ -47,18 +46,9 @@ def together(server: Commands, tmp_path: Path) -> Callable[..., None]:
     """Run a command in two processes with the environment of torchrun, of which only the first says something."""
 
     def run(*arguments: object, more_code: str = "") -> None:
-        place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        logs = [tmp_path / f"{name}.{rank}" for rank in range(2) for name in ("out", "errors")]
-        processes = []
-        for rank in range(2):
-            environment = {**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            code = f"import os; os.environ.update({environment!r})\n{more_code}"
-            out, errors = logs[2 * rank : 2 * rank + 2]
-            processes.append(server.start(*arguments, log=out, errors=errors, code=code))
-        codes = [server.wait(process) for process in processes]
-        out, errors, nothing, others = (log.read_text() for log in logs)
-        assert codes == [0, 0], errors + others
-        assert "report:" in out and nothing == ""
+        first, other = server.together(tmp_path, *arguments, code=more_code)
+        assert (first.code, other.code) == (0, 0), first.errors + other.errors
+        assert "report:" in first.out and other.out == ""
 
     return run
 
@@ -320,10 +310,9 @@ def test_wrong_options_are_refused(
         error = refuse(capsys, *tune, "--parallel", "zero2", *more)
         assert f"--parallel zero2: expected no {more[0]}" in error, error
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert (
-        "--parallel: expected auto, ddp, zero1, zero2, zero3 or hsdp in a run of 2 processes, got none"
-        in (refuse(capsys, *common))
-    )
+    for more in (["--device-memory", "none"], ["--parallel", "none"], ["--baseline"]):
+        error = refuse(capsys, *common, *more)
+        assert "--parallel: expected auto, ddp, zero1, zero2, zero3 or hsdp in a run of 2 processes" in error
     assert "--accumulate: expected a multiple of the 2 processes" in refuse(
         capsys, *common, "--parallel", "ddp", "--accumulate", "3"
     )
@@ -331,7 +320,8 @@ def test_wrong_options_are_refused(
         capsys, *common, "--parallel", "hsdp", "--accumulate", "2", "--compress", "4bit"
     )
     # without --accumulate, each process has a micro-batch in a step
-    assert "the processes do not connect: " in refuse(capsys, *common, "--parallel", "ddp")
+    for more in ([], ["--parallel", "ddp"]):
+        assert "the processes do not connect: " in refuse(capsys, *common, *more)
     monkeypatch.setenv("WORLD_SIZE", "two")
     assert "WORLD_SIZE: expected a number in the environment" in refuse(capsys, *common, "--parallel", "ddp")
     monkeypatch.delenv("WORLD_SIZE")

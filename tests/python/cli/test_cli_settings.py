@@ -13,7 +13,7 @@ import typer
 from shoestring.cli.app import app
 from shoestring.cli.expand_settings import expand_settings
 from shoestring.core.errors import InputError
-from shoestring.training.config import FinetuneConfig, LoopConfig, TrainConfig, require_equal
+from shoestring.training.config import FinetuneConfig, LoopConfig, PlanConfig, TrainConfig, require_equal
 from shoestring.training.estimate.config import EstimateConfig
 
 
@@ -81,7 +81,13 @@ def test_an_option_that_two_parameters_declare() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "settings"), [("train", TrainConfig), ("finetune", FinetuneConfig), ("estimate", EstimateConfig)]
+    ("name", "settings"),
+    [
+        ("train", TrainConfig),
+        ("finetune", FinetuneConfig),
+        ("plan", PlanConfig),
+        ("estimate", EstimateConfig),
+    ],
 )
 def test_every_setting_is_an_option(name: str, settings: type[Any]) -> None:
     options = typer.main.get_command(app).commands[name].params  # type: ignore[attr-defined]

@@ -130,7 +130,8 @@ class EstimateConfig(StepConfig, AdapterConfig, RanksConfig):
         super().__post_init__()
         target_names(self.target_modules)  # target_names() raises InputError if the option names no module
 
-    def _processes(self) -> int:
+    @property
+    def processes(self) -> int:
         # With diloco and localsgd, each process has a step of its own.
         return 1 if self.parallel in ("diloco", "localsgd") else self.world or 1
 

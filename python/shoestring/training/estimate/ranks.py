@@ -28,7 +28,7 @@ from shoestring.distributed.rank_program import Setting
 from shoestring.distributed.step_program import Program, sent_bytes
 from shoestring.optim import state_sizes
 from shoestring.training import memory
-from shoestring.training.conflicts import parallel_conflicts
+from shoestring.training.conflicts import check_shares, parallel_conflicts
 from shoestring.training.estimate import formulas
 from shoestring.training.estimate.config import EstimateConfig
 from shoestring.training.estimate.step import Estimate, add_activations, add_state, optimizers_of
@@ -99,11 +99,8 @@ def check_ranks(config: EstimateConfig) -> None:
         return
     name = f"--parallel {config.parallel}"
     averages = config.parallel in ("diloco", "localsgd")
-    if not averages and config.accumulate % config.world:
-        raise InputError(
-            f"--accumulate: expected a multiple of the {config.world} processes, which share the micro-batches of a "
-            f"step, got {config.accumulate}"
-        )
+    if not averages:
+        check_shares(config.accumulate, config.world)
     world, is_flat = f"--world {config.world}", config.parallel not in ("auto", "hsdp")
     refused = {
         (world, "--offload cpu"): config.place == "cpu",
@@ -120,8 +117,8 @@ def check_ranks(config: EstimateConfig) -> None:
     if config.inner_link is not None and (config.link is None or config.mesh is None):
         raise InputError("--inner-link: expected --link and --mesh as well, received one of them or none")
     _mesh(config)
-    _link(config.link, "link")
-    _link(config.inner_link, "inner-link")
+    parse_link(config.link)
+    parse_link(config.inner_link, "inner-link")
     if config.parallel != "auto":
         refuse_together(_conflicts(config))
 
@@ -158,7 +155,8 @@ def _mesh(config: EstimateConfig) -> tuple[int, int] | None:
     return replicas, shards
 
 
-def _link(text: str | None, name: str) -> Link | None:
+def parse_link(text: str | None, name: str = "link") -> Link | None:
+    """Return the link that an option describes, or None without it; raise InputError if the text describes none."""
     try:
         return None if text is None else Link.parse(text)
     except ValueError as error:
@@ -215,7 +213,7 @@ def estimate_rank(model: nn.Module, config: EstimateConfig) -> RankEstimate:
     ranks.collectives = program.collectives + average.collectives
     for what, size in sent_bytes(ranks.collectives, setting.gloo).items():
         found.move(SENT + what, math.ceil(size / every))
-    link, inner = _link(config.link, "link"), _link(config.inner_link, "inner-link")
+    link, inner = parse_link(config.link), parse_link(config.inner_link, "inner-link")
     if link is not None:
 
         def seconds(step: float) -> float:

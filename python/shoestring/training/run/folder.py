@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 Config = TypeVar("Config", bound=LoopConfig)
+SPLITS_WEIGHTS = "zero3"  # the strategy of a plan whose weights, and their state, are split
 ConfigOfRun = TypeVar("ConfigOfRun", bound=LoopConfig, covariant=True)
 
 
@@ -131,25 +132,32 @@ def _with_recorded_choices(run: Run[Config]) -> Run[Config]:
         choices["precision"] = precision
     plan = recorded_plan(run)
     config = run.config
+    if plan is not None:
+        _check_processes(run, plan)
     if plan is None and config.asks_plan and not config.replan and checkpoints(run.folder):
         raise InputError(
             f"--resume {run.folder}: expected no {config.asks_plan}, since the run has begun without a plan; leave the "
             "option out"
         )
     if plan is not None:
-        choices |= planned_options(plan)
+        choices |= planned_options(plan, planned_processes(run))
+        # The state of split weights is stored in another form, so a new plan keeps their strategy, and no other.
+        if config.replan and plan.parallel != SPLITS_WEIGHTS:
+            choices.pop("parallel", None)
         for option in unplanned(run.config):
             raise InputError(
                 f"--resume {run.folder}: expected no {option}, since the run has a plan; leave the option out"
             )
-        asked, planned = run.config.batch_size * run.config.accumulate, plan.micro_batch * plan.accumulate
+        asked = run.config.batch_size * run.config.accumulate
+        planned = plan.micro_batch * plan.accumulate * planned_processes(run)
         if asked != planned:
             raise InputError(
                 f"--resume {run.folder}: --batch-size x --accumulate: expected {planned} rows in a step, as planned, "
                 f"got {asked}"
             )
         for name in choices.keys() & run.config.given - {"batch_size", "accumulate"}:
-            if getattr(run.config, name) != choices[name]:
+            is_open = name == "parallel" and config.parallel == "auto"
+            if getattr(run.config, name) != choices[name] and not is_open:
                 raise InputError(
                     f"--resume {run.folder}: {name} differs: {choices[name]} as planned, then "
                     f"{getattr(run.config, name)}; leave the option out"
@@ -163,15 +171,43 @@ def _with_recorded_choices(run: Run[Config]) -> Run[Config]:
     return replace(run, config=replace(run.config, **choices)) if choices else run
 
 
-def planned_options(plan: TrainingPlan) -> dict[str, Any]:
-    """Return the options of a run that its plan decides."""
-    return {
+def planned_processes(run: Run[LoopConfig]) -> int:
+    """Return the number of processes that the plan of a run is of, which _with_recorded_choices has checked."""
+    number: int = _recorded(run).get("processes", 1)
+    return number
+
+
+def _check_processes(run: Run[LoopConfig], plan: TrainingPlan) -> None:
+    """Raise InputError if a plan is of another number of processes, and the run keeps it."""
+    planned, count = planned_processes(run), run.processes.count
+    is_number = isinstance(planned, int) and not isinstance(planned, bool) and planned >= 1
+    if not is_number or (planned == 1) != (plan.parallel == "none"):
+        raise InputError(
+            f"{run.folder / 'run.json'}: processes: expected the number that the plan is of, with --parallel "
+            f"{plan.parallel}, received {str(planned)[:40]}; give another --out"
+        )
+    if planned != count and not run.config.replan:
+        raise InputError(
+            f"--resume {run.folder}: processes: expected {planned}, as planned, got {count}; start as many, or give "
+            "--replan as well"
+        )
+    if count == 1 and plan.parallel == SPLITS_WEIGHTS:
+        raise InputError(
+            f"--resume {run.folder}: expected two or more processes, since the run has split its weights "
+            f"({plan.parallel}), got one; start several with torchrun"
+        )
+
+
+def planned_options(plan: TrainingPlan, processes: int) -> dict[str, Any]:
+    """Return the options of a run of so many processes that its plan decides."""
+    options: dict[str, Any] = {
         "batch_size": plan.micro_batch,
-        "accumulate": plan.accumulate,
+        "accumulate": plan.accumulate * processes,
         "optimizer_state": plan.optimizer_state,
         "step_in_backward": plan.step_in_backward,
         "offload": plan.offload,
     }
+    return options if processes == 1 else options | {"parallel": plan.parallel}
 
 
 def next_budget(plan: TrainingPlan, used: int | None = None) -> int:
@@ -306,12 +342,15 @@ def with_choices(run: Run[Config], choices: dict[str, Any], plan: TrainingPlan |
         choices: values of options.
         plan: the plan from which the options are, which a resumed run follows.
     """
+    config = replace(run.config, **choices)
     fixed = {name: value for name, value in choices.items() if name in run.fingerprint}
-    chosen = replace(
-        run, config=replace(run.config, **choices), fingerprint=run.fingerprint | fixed, plan=plan
-    )
+    # A plan may split the weights of a run whose options left this open.
+    fixed |= {name: value for name, value in config.fixed().items() if name == "sharded_weights"}
+    chosen = replace(run, config=config, fingerprint=run.fingerprint | fixed, plan=plan)
     if run.processes.is_first:
-        added: dict[str, Any] = {} if plan is None else {"plan": plan.to_dict()}
+        added: dict[str, Any] = {}
+        if plan is not None:
+            added = {"plan": plan.to_dict(), "processes": run.processes.count}
         write_json(run.folder / "run.json", _recorded(run) | added | {"fingerprint": chosen.fingerprint})
     return chosen
 

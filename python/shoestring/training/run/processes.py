@@ -6,11 +6,12 @@ The first process writes all files of the run. The others read what it has prepa
 from __future__ import annotations
 
 import gc
+import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,8 +22,11 @@ from shoestring.core.dtensors import is_dtensor
 from shoestring.core.errors import InputError
 from shoestring.distributed.groups import backends, start_group
 from shoestring.distributed.parallelize import ParallelReport, parallelize
-from shoestring.training.config import LoopConfig
+from shoestring.training.config import LoopConfig, PlanConfig
+from shoestring.training.conflicts import check_shares
 from shoestring.training.options import environment_number
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,32 @@ class Processes:
         if self.is_first:
             self.barrier()
 
+    def from_first(self, find: Callable[[], Value]) -> Value:
+        """Return in all processes what a function returns in the first one, as values of JSON.
+
+        Raises:
+            InputError: the function has failed in the first process, which raises its own error.
+        """
+        if self.count == 1:
+            return find()
+        if not self.is_first:
+            found: dict[str, Any] = json.loads(_sent_by_first(None))
+            if "error" in found:
+                raise InputError(found["error"])
+            value: Value = found["value"]
+            return value
+        try:
+            value = find()
+            text = json.dumps({"value": value})
+        except BaseException as error:
+            # The others must not wait for a process that ends.
+            reason = str(error).partition("\n")[0] or type(error).__name__
+            with suppress(RuntimeError):
+                _sent_by_first(json.dumps({"error": reason}))
+            raise
+        _sent_by_first(text)
+        return value
+
     def total(self, values: Tensor) -> Tensor:
         """Return the sum of a tensor over the processes."""
         if self.count == 1:
@@ -78,6 +108,15 @@ class Processes:
         return [int(number) for number in self.total(numbers).tolist()]
 
 
+def _sent_by_first(text: str | None) -> str:
+    """Return the text of the first process in all processes."""
+    box = [text]
+    dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+    sent = box[0]
+    assert sent is not None
+    return sent
+
+
 def connect(config: LoopConfig) -> Processes:
     """Connect to the other processes that torchrun has started.
 
@@ -86,6 +125,8 @@ def connect(config: LoopConfig) -> Processes:
             environment is damaged, or the other processes do not come.
     """
     count = environment_number("WORLD_SIZE", 1)
+    if isinstance(config, PlanConfig):  # nothing is trained
+        return Processes()
     if config.parallel == "none":
         if count > 1:
             raise InputError(
@@ -97,11 +138,7 @@ def connect(config: LoopConfig) -> Processes:
             f"--parallel {config.parallel}: expected processes that torchrun has started, got one process without it; "
             "start the command with torchrun --nproc-per-node N --no-python, or leave --parallel out"
         )
-    if config.accumulate % count:
-        raise InputError(
-            f"--accumulate: expected a multiple of the {count} processes, which share the micro-batches of a step, got "
-            f"{config.accumulate}"
-        )
+    check_shares(config.accumulate, count)
     if count == 1:
         return Processes()
     if (

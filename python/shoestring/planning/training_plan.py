@@ -451,7 +451,9 @@ def _as_found(chosen: Measured, best: Json, given: Mapping[str, str], how: str) 
     if content != best:
         # The search had choices given, or a smaller budget, so what it says of other plans does not hold.
         reasons = [
-            reason if reason["lever"] in given else reason | {"text": f"{reason['text'].partition(': ')[0]}: as {how}"}
+            reason
+            if reason["lever"] in given
+            else reason | {"text": f"{reason['text'].partition(': ')[0]}: as {how}"}
             for reason in reasons
             if reason["lever"]
         ]

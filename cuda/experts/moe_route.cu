@@ -137,9 +137,9 @@ __device__ inline void limit_groups(const Route& route, unsigned* keys, unsigned
   __syncwarp();
 }
 
-// Budget: 72 registers, 0 bytes shared, 24 bytes stack.
+// Budget: 96 registers, 0 bytes shared, no spills.
 template <class T>
-__global__ void __launch_bounds__(kExpertWarps* kWarp)
+__global__ void __launch_bounds__(kExpertWarps* kWarp, 4)
     route_tokens(Route route, RouteForward io, int64_t rows, RouteParts sums) {
   const int64_t part = warp_of_launch();
   if (part >= sums.parts) return;  // all lanes of a warp have the same part

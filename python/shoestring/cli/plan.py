@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import tempfile
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from shoestring.training.options import environment_number, refuse_together
 from shoestring.training.report.plots import draw_frontier
 from shoestring.training.run.loop import Trainer
 from shoestring.training.run.plan import plan_run
-from shoestring.training.run.precision import choose_precision
+from shoestring.training.run.precision import planned_in_precision
 
 MOST_POINTS = 12  # rows of the table of budgets
 
@@ -44,8 +45,9 @@ def plan(config: PlanConfig, source: Source, plot: Path | None, as_json: Path | 
         save: Callable[[Path], None],
         rebuild: Callable[[LoopConfig], None] | None,
     ) -> dict[str, Any]:
-        choose_precision(trainer, rebuild)
-        made = plan_run(trainer, processes=config.processes, link=link)
+        made = planned_in_precision(
+            trainer, rebuild, functools.partial(plan_run, processes=config.processes, link=link)
+        )
         longest = trainer.longest_rows()
         rows = made.micro_batch * made.accumulate * config.processes
         found.append((made, trainer.train.count(longest) * rows // max(1, len(longest))))

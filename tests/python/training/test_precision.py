@@ -18,12 +18,13 @@ from cli_helpers import TINY, TUNE, assert_same_weights, losses, run, succeed, t
 from report_helpers import Page, write_run
 from shoestring.checkpoint.measure import metered
 from shoestring.data.batches import Blocks
+from shoestring.planning.candidates import NoPlanError
 from shoestring.training.config import PRESETS, TrainConfig
 from shoestring.training.report.write import write_comparison
 from shoestring.training.run import loop, precision
 from shoestring.training.run.folder import Run
 from shoestring.training.run.models import build_llama, fused_loss
-from shoestring.training.run.precision import Trial, choose_precision
+from shoestring.training.run.precision import Trial, choose_precision, planned_in_precision
 from shoestring.training.run.processes import Processes
 
 Runner = Callable[..., Trial]
@@ -74,6 +75,43 @@ def trial(seconds: float, loss: float = 5.0, norm: float = 2.0) -> Trial:
 
 
 EXACT = trial(1.0)
+
+
+@pytest.mark.parametrize(
+    ("bf16", "options", "taken"),
+    [
+        (trial(1.6), {}, ["fp32", "bf16"]),
+        (trial(0.5), {}, ["bf16"]),
+        (trial(1.6, loss=6.0), {}, ["fp32"]),
+        (trial(1.6), {"precision": "fp32"}, ["fp32"]),
+    ],
+)
+def test_bf16_is_taken_if_no_plan_in_fp32_fits(
+    bf16: Trial,
+    options: dict[str, Any],
+    taken: list[str],
+    trainer: Callable[..., loop.Trainer],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The plans of one precision after the other do not fit. A precision that disagrees, or is not open, is not tried."""
+    monkeypatch.setattr(precision, "candidates", lambda config, device: ["fp32", "bf16"])
+    monkeypatch.setattr(precision, "run_pass", runner([], fp32=EXACT, bf16=bf16))
+    planned: list[str] = []
+    built: list[str] = []
+
+    def plan(one: loop.Trainer) -> None:
+        planned.append(one.run.config.precision)
+        raise NoPlanError("it does not fit")
+
+    one = trainer(**options)
+    with pytest.raises(NoPlanError, match="it does not fit"):
+        planned_in_precision(one, lambda config: built.append(config.precision), plan)
+    assert planned == taken and built == [name for name in taken if name == "bf16"]
+    if taken == ["fp32", "bf16"]:
+        assert one.progress[-1] == "--precision auto: bf16, since no plan in fp32 fits"
+        assert json.loads((one.run.folder / "run.json").read_text())["fingerprint"]["precision"] == "bf16"
+        planned.clear()
+        assert planned_in_precision(trainer(), None, lambda one: one.run.config.precision) == "fp32"
 
 
 @pytest.mark.parametrize(
@@ -216,6 +254,7 @@ def test_a_trial_changes_nothing(
 ) -> None:
     """Weights, gradients, buffers, random state and the blocks' methods are as before."""
     monkeypatch.setattr(precision, "SHARE", 100.0)
+    monkeypatch.setattr(precision, "WARM_UP", 100.0)  # a slow trial does not end the others
     one = trainer(**options)
     model: nn.Module = one.model
     model.register_buffer("count", torch.zeros(()))

@@ -21,7 +21,7 @@ from shoestring.training.report.write import write_report
 from shoestring.training.run.checkpoint import checkpoints, load_checkpoint
 from shoestring.training.run.loop import Trainer
 from shoestring.training.run.plan import apply_plan, choose_plan
-from shoestring.training.run.precision import choose_precision
+from shoestring.training.run.precision import planned_in_precision
 from shoestring.training.run.processes import parallel
 from shoestring.training.run.summary import summarise
 from shoestring.training.run.weights import let_weights_leave, weights_errors
@@ -43,8 +43,7 @@ def execute(
         save: function that fills the folder of the result.
         rebuild: builds the trainer's model anew for the precision that was chosen, if its weights depend on it.
     """
-    choose_precision(trainer, rebuild)
-    plan = choose_plan(trainer)
+    plan = planned_in_precision(trainer, rebuild, choose_plan)
     run, model, progress = trainer.run, trainer.model, trainer.progress
     config, processes = run.config, run.processes
     report = _plan_activations(trainer) if plan is None else apply_plan(trainer, plan)

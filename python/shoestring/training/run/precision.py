@@ -21,9 +21,10 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -33,6 +34,7 @@ from shoestring.checkpoint.model import checkpoint_model
 from shoestring.checkpoint.weights import OWNER
 from shoestring.core.device import is_asynchronous, is_cuda
 from shoestring.core.errors import InputError
+from shoestring.planning.candidates import NoPlanError
 from shoestring.planning.shortened import OtherResultError, shortened
 from shoestring.training.config import LoopConfig
 from shoestring.training.conflicts import run_conflicts
@@ -55,25 +57,65 @@ EPSILON = {"tf32": 2.0**-10, "bf16": 2.0**-7, "fp16": 2.0**-10}
 # A later precision of PRECISIONS is chosen only if it is faster than the best before it by this factor. That of fp16
 # is larger, since its loss is scaled, and steps whose gradients overflow are skipped.
 FASTER = {"tf32": 1.05, "bf16": 1.05, "fp16": 1.1}
+Plan = TypeVar("Plan")
 
 
-def choose_precision(trainer: Trainer, rebuild: Callable[[LoopConfig], None] | None = None) -> None:
+class Choice(NamedTuple):
+    """The precision that was chosen, the reason as text, and all that agree with fp32."""
+
+    precision: str
+    reason: str
+    agreeing: Collection[str] = ()
+
+
+def planned_in_precision(
+    trainer: Trainer, rebuild: Callable[[LoopConfig], None] | None, plan: Callable[[Trainer], Plan]
+) -> Plan:
+    """Choose the precision of a run with ``--precision auto``, and return its plan.
+
+    If no plan in fp32 fits, a run of one process takes bf16, if its losses agree: weights below an adapter and activations
+    are smaller.
+
+    Args:
+        trainer: the training loop, without optimizers.
+        rebuild: builds the model anew for these options, if the dtype of its weights depends on the precision.
+        plan: plans the run, or raises NoPlanError.
+    """
+    agreeing = choose_precision(trainer, rebuild)
+    try:
+        return plan(trainer)
+    except NoPlanError:
+        run = trainer.run
+        if run.config.precision != "fp32" or "bf16" not in agreeing or run.processes.count > 1:
+            raise
+    trainer.progress.note("--precision auto: bf16, since no plan in fp32 fits")
+    _take(trainer, "bf16", rebuild)
+    return plan(trainer)
+
+
+def choose_precision(
+    trainer: Trainer, rebuild: Callable[[LoopConfig], None] | None = None
+) -> Collection[str]:
     """Choose the precision of a run with ``--precision auto``, say which it is, and record it in run.json.
 
     Args:
         trainer: the training loop, without optimizers.
         rebuild: builds the model anew for these options, if the dtype of its weights depends on the precision.
+
+    Returns:
+        The precisions that were measured and agree with fp32.
     """
     if trainer.run.config.precision != "auto":
-        return
+        return ()
     hindrance = _hindrance(trainer)
+    agreeing: Collection[str] = ()
     if hindrance is None:
         began = time.perf_counter()
         with no_collection():
             try:
-                chosen, reason = _fastest(trainer, takes_seconds(trainer))
+                chosen, reason, agreeing = _fastest(trainer, takes_seconds(trainer))
             except OtherResultError:
-                chosen, reason = _fastest(trainer, is_long=False)
+                chosen, reason, agreeing = _fastest(trainer, is_long=False)
         reason += f", measured in {time.perf_counter() - began:.1f} s"
         if is_asynchronous(trainer.run.device):
             torch.accelerator.empty_cache()
@@ -81,7 +123,12 @@ def choose_precision(trainer: Trainer, rebuild: Callable[[LoopConfig], None] | N
         chosen, reason = "fp32", hindrance
     other = "bf16" if chosen == "fp32" else "fp32"
     trainer.progress.note(f"--precision auto: {chosen} ({reason}); --precision {other} takes another")
-    trainer.follow(with_choices(trainer.run, {"precision": chosen}))
+    _take(trainer, chosen, rebuild)
+    return agreeing
+
+
+def _take(trainer: Trainer, precision: str, rebuild: Callable[[LoopConfig], None] | None) -> None:
+    trainer.follow(with_choices(trainer.run, {"precision": precision}))
     if rebuild is not None and trainer.run.config.autocast is not None:
         rebuild(trainer.run.config)
 
@@ -127,12 +174,12 @@ def _hindrance(trainer: Trainer) -> str | None:
     return None
 
 
-def _fastest(trainer: Trainer, is_long: bool) -> tuple[str, str]:
-    """Run the trials, with few blocks if a pass is long; return the chosen precision, and the reason as text."""
+def _fastest(trainer: Trainer, is_long: bool) -> Choice:
+    """Run the trials, with few blocks if a pass is long; return the chosen precision."""
     config, device = trainer.run.config, trainer.run.device
     names = candidates(config, device)
     if len(names) == 1:
-        return "fp32", f"the only one for {device} and these options"
+        return Choice("fp32", f"the only one for {device} and these options")
     trainer.model.train()
     # As few activations as the run may have, whatever its plan for them will be.
     is_small = config.activations != "keep" or bool(config.memory_budget or config.asks_plan)
@@ -146,7 +193,7 @@ def _fastest(trainer: Trainer, is_long: bool) -> tuple[str, str]:
             share = len(run) / len(blocks)
         rows = _rows(trainer, len(names), share)
         if rows is None:
-            return "fp32", "since trials of others would take too long for this run"
+            return Choice("fp32", "since trials of others would take too long for this run")
         return _compare(trainer, names, rows)
 
 
@@ -172,8 +219,8 @@ def _rows(trainer: Trainer, precisions: int, share: float) -> list[list[int]] | 
     return None
 
 
-def _compare(trainer: Trainer, names: list[str], rows: list[list[int]]) -> tuple[str, str]:
-    """Run the rounds of all candidates in turns; return the chosen precision, and the reason as text."""
+def _compare(trainer: Trainer, names: list[str], rows: list[list[int]]) -> Choice:
+    """Run the rounds of all candidates in turns; return the chosen precision."""
     times: dict[str, list[float]] = {name: [] for name in names}
     refused: dict[str, str] = {}
     for some_rows in rows:
@@ -207,7 +254,8 @@ def _compare(trainer: Trainer, names: list[str], rows: list[list[int]]) -> tuple
         else f"{name} {seconds['fp32'] / seconds[name]:.2f}"
         for name in names[1:]
     ]
-    return best, f"speed of forward and backward over fp32: {', '.join(speeds)}"
+    agreeing = [name for name in names if not math.isinf(seconds[name])]
+    return Choice(best, f"speed of forward and backward over fp32: {', '.join(speeds)}", agreeing)
 
 
 def _disagreement(trainer: Trainer, precision: str, trial: Trial, exact: Trial) -> str | None:

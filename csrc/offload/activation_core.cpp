@@ -101,7 +101,7 @@ ActivationStoreCore::~ActivationStoreCore() {
   for (const auto& [host, fence] : retired) {
     // The errors of copies do not matter any more.
     try {
-      fence->synchronize();
+      if (!fence->is_done()) fence->synchronize();
     } catch (...) {
     }
   }

@@ -52,7 +52,16 @@ def test_gradients_are_replaced_during_a_step(offload: str | None) -> None:
 
 
 @pytest.mark.parametrize("offload", [None, "cpu"])
-@pytest.mark.parametrize("other", ["zero_grad", "state_dict", "load_state_dict", "add_param_group"])
+@pytest.mark.parametrize(
+    "other",
+    [
+        # This case has crashed once in a whole run, and does in most runs of 400 steps with sys.setswitchinterval(1e-5).
+        pytest.param("zero_grad", marks=pytest.mark.nightly),
+        "state_dict",
+        "load_state_dict",
+        "add_param_group",
+    ],
+)
 def test_other_calls_beside_a_step(other: str, offload: str | None) -> None:
     params = weights()
     optimizer = AdamW(params, lr=1e-3, offload=offload)

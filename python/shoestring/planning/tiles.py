@@ -131,7 +131,7 @@ class _Splitter:
         weight: Any = layer.weight
         leave, total = _large_parts(layer), weight.shape[0]
         row = -(-sum(leave) // total)
-        # What a tile has less of than LEAST bytes stays on the device, which is allowed for some scales alone.
+        # Parts of a tile with fewer than LEAST bytes stay on the device, which is allowed for some scales alone.
         least = max(-(-weights.LEAST * total // size) for size in leave if size >= SMALL * sum(leave))
         rows = min(total, (self.room // self.count - PADDING) // row)
         if rows >= least:

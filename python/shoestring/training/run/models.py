@@ -144,9 +144,9 @@ def load_model(
 
     Tensors are read one by one and copied to ``device``. With ``quantize``, or for a checkpoint that is already
     quantised, each linear weight is quantised as soon as it is read, and the weights of each block then leave
-    for ``to``, as in ``load_quantized``, those of ``tiles`` tile by tile. If the tensor names in the files differ from the model's, so that only
-    transformers can map them, the whole model is loaded into host memory first and stays dense. A dense model
-    stays on the device; ``offload_weights`` may follow. Code in the directory runs only with
+    for ``to``, as in ``load_quantized``, those of ``tiles`` tile by tile. If the tensor names in the files differ
+    from the model's, so that only transformers can map them, the whole model is loaded into host memory first and
+    stays dense. A dense model stays on the device; ``offload_weights`` may follow. Code in the directory runs only with
     ``trust_remote_code``.
     """
     folder, quantized = checked.folder, checked.is_quantized

@@ -4,6 +4,7 @@
 #include <unordered_set>
 
 #include <c10/core/CachingDeviceAllocator.h>
+#include <shoestring/core/host_allocator.h>
 #include <shoestring/runs/find_batch_size.h>
 
 #include "core/device.h"
@@ -41,6 +42,8 @@ class Peak {
  public:
   explicit Peak(c10::Device device) : device_(with_index(device)) {
     if (!is_asynchronous(device_)) {
+      // Otherwise a step takes memory that an earlier one has freed, which no measurement sees.
+      host_allocator::empty_cache();
       if (std::FILE* file = std::fopen("/proc/self/clear_refs", "w")) {  // sets the peak to what is in use
         std::fputc('5', file);
         std::fclose(file);

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shoestring.core.device import is_asynchronous
-from shoestring.core.process_memory import peak_bytes, reset_peak, resident_bytes, spare_bytes
+from shoestring.core.process_memory import peak_bytes, reset_peak, resident_bytes, return_freed, spare_bytes
 from shoestring.core.storages import storages, tensors_in
 from shoestring.optim.several import several
 from shoestring.runs.run_copy import RunCopy
@@ -167,6 +167,8 @@ def _clear(device: torch.device) -> None:
     gc.collect()
     if is_asynchronous(device):
         torch.accelerator.empty_cache()
+    else:
+        return_freed()  # else a step takes memory that an earlier one has freed, which no measurement sees
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -83,6 +83,7 @@ def test_other_errors_are_raised() -> None:
 
 
 @pytest.mark.alone
+@pytest.mark.fresh  # what malloc keeps of earlier tests splits, so that a step takes up to twice its tensors
 def test_memory_of_a_cpu_is_measured() -> None:
     """A row takes 1 MiB here, so a limit of 100 MiB admits a little less than 100 rows, and no step exceeds it."""
     model = net()

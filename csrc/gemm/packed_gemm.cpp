@@ -8,6 +8,7 @@
 #include "gemm/packed_gemm.h"
 
 #include <algorithm>
+#include <cstring>
 #include <mutex>
 #include <vector>
 
@@ -36,7 +37,7 @@ constexpr int64_t kSharedBytes = (int64_t{8} << 20) + (int64_t{64} << 10);
 // and for its sums. Both stay in the L2 cache. Memory beyond it delivers panels of the shared side more
 // slowly than AMX multiplies them, so each of them is multiplied by as many own panels as fit.
 constexpr int64_t kOwnBytes = int64_t{768} << 10, kSumBytes = int64_t{256} << 10;
-// Limit in bytes for the elements of a computed matrix that a thread computes before it packs them.
+// Limit in bytes for the elements that a thread computes or gathers before it packs them.
 constexpr int64_t kComputedBytes = int64_t{64} << 10;
 
 // number of own panels by which a panel of the shared side is multiplied at least, if the product divides
@@ -51,10 +52,10 @@ struct Side {
   Side(const kernels::GemmProduct& product, const kernels::GemmPack& functions, const Factor& factor,
        int line_dim, int64_t width)
       : lines(factor.size(line_dim)), width(width), panels(parts_of(lines, width)), computed(factor.computed),
-        product(product), functions(functions),
-        matrix(computed == nullptr ? readable(factor.matrix) : Tensor()),
+        product(product), functions(functions), index(factor.index), gathered(factor.gathered),
+        matrix(gathered || computed != nullptr ? factor.matrix : readable(factor.matrix)),
         lines_are_rows((line_dim == 0) != factor.transposed) {
-    if (computed != nullptr) return;
+    if (gathered || computed != nullptr) return;
     line_stride = lines == 1 ? 1 : matrix.stride(line_dim);
     depth_stride = matrix.size(1 - line_dim) == 1 ? 1 : matrix.stride(1 - line_dim);
   }
@@ -65,19 +66,22 @@ struct Side {
                                 product.steps, width);
   }
 
-  // Returns the number of panels of a computed matrix that are computed before they are packed.
+  // Returns the number of panels that are computed or gathered before they are packed.
   int64_t together(int64_t depth) const {
     return std::max<int64_t>(1, kComputedBytes * product.steps / kFloatBytes / (width * depth));
   }
 
   // Returns the size in fp32 elements of the room that pack() needs.
   int64_t room(int64_t depth) const {
-    return computed == nullptr ? 0 : parts_of(together(depth) * width * depth, product.steps);
+    const int64_t count = together(depth) * width * depth;
+    if (gathered) return parts_of(count * matrix.element_size(), kFloatBytes);
+    return computed == nullptr ? 0 : parts_of(count, product.steps);
   }
 
   // Packs the panels [first, last), restricted to the depths [begin, begin + depth), into `out`.
   void pack(int64_t first, int64_t last, int64_t begin, int64_t depth, float* out, float* room) const {
     const int64_t line = first * width, count = std::min(last * width, lines) - line;
+    if (gathered) return gather(line, count, begin, depth, out, room);
     if (computed == nullptr) {
       const int64_t offset = line * line_stride + begin * depth_stride;
       return pack_lines(matrix.scalar_type(), matrix.const_data_ptr(), offset, count, depth, line_stride,
@@ -100,6 +104,23 @@ struct Side {
   const ComputedMatrix* computed;
 
  private:
+  // Copies the gathered lines [line, line + count) to `room`, some panels at a time, and packs them there.
+  void gather(int64_t line, int64_t count, int64_t begin, int64_t depth, float* out, float* room) const {
+    const int64_t bytes = matrix.element_size(), stride = matrix.stride(0) * bytes;
+    const auto* from = static_cast<const char*>(matrix.const_data_ptr());
+    auto* to = reinterpret_cast<char*>(room);
+    for (int64_t i = 0, step = together(depth) * width; i < count; i += step) {
+      const int64_t some = std::min(step, count - i);
+      const int64_t row = lines_are_rows ? line + i : begin, rows = lines_are_rows ? some : depth;
+      const int64_t column = lines_are_rows ? begin : line + i,
+                    size = (lines_are_rows ? depth : some) * bytes;
+      for (int64_t r = 0; r < rows; ++r)
+        std::memcpy(to + r * size, from + index[row + r] * stride + column * bytes, size);
+      pack_lines(matrix.scalar_type(), room, 0, some, depth, lines_are_rows ? depth : 1,
+                 lines_are_rows ? 1 : some, out + i / width * packed(depth));
+    }
+  }
+
   void pack_lines(at::ScalarType type, const void* data, int64_t offset, int64_t count, int64_t depth,
                   int64_t by_line, int64_t by_depth, float* out) const {
     if (type == at::kFloat) {
@@ -118,8 +139,10 @@ struct Side {
 
   const kernels::GemmProduct& product;
   const kernels::GemmPack functions;
+  const c10::ArrayRef<int64_t> index;
+  bool gathered;
   Tensor matrix;
-  bool lines_are_rows;  // whether the lines of a computed matrix are its rows
+  bool lines_are_rows;  // whether the lines of a computed or gathered matrix are its rows
   int64_t line_stride = 1, depth_stride = 1;
 };
 

@@ -26,19 +26,27 @@ class ComputedMatrix {
   virtual void read(int64_t row, int64_t rows, int64_t column, int64_t columns, uint16_t* out) const = 0;
 };
 
-/// An operand of a product: a tensor (fp32, bf16 or fp16, any strides), or a computed matrix.
+/// An operand of a product: a tensor (fp32, bf16 or fp16, any strides), a computed matrix, or gathered rows
+/// of a tensor, which are copied while they are packed.
 struct Factor {
   Factor(const at::Tensor& matrix) : matrix(matrix) {}  // NOLINT(google-explicit-constructor)
   Factor(const ComputedMatrix& computed, bool transposed) : computed(&computed), transposed(transposed) {}
+  /// The rows `index` of a matrix with contiguous rows. The numbers must outlive the product.
+  Factor(const at::Tensor& matrix, c10::ArrayRef<int64_t> index, bool transposed)
+      : matrix(matrix), index(index), gathered(true), transposed(transposed) {}
 
   int64_t size(int dim) const {
-    if (computed == nullptr) return matrix.size(dim);
-    return (dim == 0) == transposed ? computed->columns() : computed->rows();
+    const bool by_row = (dim == 0) != transposed;
+    if (gathered) return by_row ? static_cast<int64_t>(index.size()) : matrix.size(1);
+    if (computed != nullptr) return by_row ? computed->rows() : computed->columns();
+    return matrix.size(dim);
   }
 
   at::Tensor matrix;
   const ComputedMatrix* computed = nullptr;
-  bool transposed = false;  // whether the operand is the transpose of `computed`
+  c10::ArrayRef<int64_t> index;
+  bool gathered = false;
+  bool transposed = false;  // whether the operand is the transpose of `computed`, or of the gathered rows
 };
 
 /// The product of a (m, k) and b (k, n), one term of a sum of products.

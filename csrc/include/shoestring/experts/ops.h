@@ -61,4 +61,22 @@ struct MoeSort {
 /// Slots of the same expert keep their order.
 SHOESTRING_API MoeSort moe_sort(const at::Tensor& index, int64_t experts);
 
+/// Options of grouped_linear.
+struct GroupedLinearOptions {
+  /// (slots), int64: the row of x that each slot multiplies. Without it, slot s is row s of x.
+  TORCH_ARG(std::optional<at::Tensor>, rows) = std::nullopt;
+  /// (experts, out_features): added to the results of each expert.
+  TORCH_ARG(std::optional<at::Tensor>, bias) = std::nullopt;
+  /// The dtype to which the operands are rounded, and that of the result. Without it, that of x, which the
+  /// weight and the bias must have, too.
+  TORCH_ARG(std::optional<at::ScalarType>, dtype) = std::nullopt;
+};
+
+/// Multiplies rows of x (tokens, in_features) by the weights (experts, out_features, in_features) of their
+/// experts. Returns (slots, out_features): row s is x[rows[s]] W_e^T + bias_e, where
+/// offsets[e] <= s < offsets[e + 1]; rows of no expert are 0. offsets (experts + 1), int64: see moe_sort.
+/// x, weight and bias have gradients. The result does not depend on the number of threads.
+SHOESTRING_API at::Tensor grouped_linear(const at::Tensor& x, const at::Tensor& weight,
+                                         const at::Tensor& offsets, const GroupedLinearOptions& options = {});
+
 }  // namespace shoestring

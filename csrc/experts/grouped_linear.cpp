@@ -1,0 +1,345 @@
+// Linear layers of experts: the rows of each expert are multiplied by its own weight.
+
+#include <array>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include <ATen/Functions.h>
+#include <ATen/Parallel.h>
+#include <torch/library.h>
+
+#include <shoestring/experts/ops.h>
+
+#include "core/arguments.h"
+#include "core/autograd.h"
+#include "core/call.h"
+#include "core/device.h"
+#include "core/tensors.h"
+#include "gemm/grouped_product.h"
+#include "gemm/linear.h"
+#include "gemm/products.h"
+
+namespace shoestring::experts {
+namespace {
+
+using at::Tensor;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+using OptionalTensor = std::optional<Tensor>;
+using OptionalType = std::optional<at::ScalarType>;
+using Gradients = std::tuple<Tensor, Tensor, Tensor>;  // of x, weight and bias
+
+constexpr const char* kGroupedLinearOp = "grouped_linear";
+
+void check_grouped_linear(const Tensor& x, const Tensor& weight, const Tensor& offsets,
+                          const OptionalTensor& rows, const OptionalTensor& bias, OptionalType dtype) {
+  const auto type = dtype.value_or(x.scalar_type());
+  TORCH_CHECK(is_supported_float(type), kGroupedLinearOp, ": ", dtype.has_value() ? "dtype" : "x",
+              ": expected fp32, fp64, bf16 or fp16, received ", type);
+  TORCH_CHECK(x.dim() == 2, kGroupedLinearOp, ": x: expected shape (tokens, in_features), received ",
+              x.sym_sizes());
+  TORCH_CHECK(weight.dim() == 3 && weight.sym_size(2) == x.sym_size(1), kGroupedLinearOp,
+              ": weight: expected shape (experts, out_features, ", x.sym_size(1), "), received ",
+              weight.sym_sizes());
+  const auto fits = [&](const char* name, const Tensor& t) {
+    TORCH_CHECK(dtype.has_value() ? is_supported_float(t.scalar_type()) : t.scalar_type() == type,
+                kGroupedLinearOp, ": ", name, ": expected ",
+                dtype.has_value() ? "fp32, fp64, bf16 or fp16" : c10::toString(type), ", received ",
+                t.scalar_type(),
+                dtype.has_value() ? "" : "; pass dtype to multiply tensors of several dtypes");
+    TORCH_CHECK(t.device() == x.device(), kGroupedLinearOp, ": ", name, ": expected a tensor on ", x.device(),
+                ", received one on ", t.device());
+  };
+  const auto is_index = [&](const char* name, const Tensor& t) {
+    TORCH_CHECK(t.scalar_type() == at::kLong && t.dim() == 1 && t.device() == x.device(), kGroupedLinearOp,
+                ": ", name, ": expected int64 of one dimension on ", x.device(), ", received ", t.sym_sizes(),
+                " of ", t.scalar_type(), " on ", t.device());
+  };
+  fits("x", x);
+  fits("weight", weight);
+  is_index("offsets", offsets);
+  TORCH_CHECK(offsets.sym_size(0) == weight.sym_size(0) + 1, kGroupedLinearOp, ": offsets: expected ",
+              weight.sym_size(0) + 1, " numbers, one more than experts, received ", offsets.sym_size(0));
+  if (rows.has_value()) is_index("rows", *rows);
+  if (!bias.has_value()) return;
+  TORCH_CHECK(
+      bias->dim() == 2 && bias->sym_size(0) == weight.sym_size(0) && bias->sym_size(1) == weight.sym_size(1),
+      kGroupedLinearOp, ": bias: expected shape (", weight.sym_size(0), ", ", weight.sym_size(1),
+      "), received ", bias->sym_sizes());
+  fits("bias", *bias);
+}
+
+// Checks the values of the offsets and rows, on the CPU.
+void check_slots(const Tensor& offsets, const OptionalTensor& rows, int64_t tokens) {
+  const int64_t slots = rows.has_value() ? rows->size(0) : tokens;
+  int64_t before = 0;
+  const auto* offset = offsets.const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < offsets.size(0); before = offset[i++]) {
+    TORCH_CHECK(offset[i] >= before && offset[i] <= slots, kGroupedLinearOp,
+                ": offsets: expected ascending numbers from 0 to ", slots, ", the number of ",
+                rows.has_value() ? "rows" : "rows of x", ", received ", offset[i], " after ", before);
+  }
+  if (!rows.has_value()) return;
+  const auto* row = rows->const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < slots; ++i) {
+    TORCH_CHECK(row[i] >= 0 && row[i] < tokens, kGroupedLinearOp, ": rows: expected numbers from 0 to ",
+                tokens - 1, ", received ", row[i]);
+  }
+}
+
+// The arguments of an operator on the CPU, whose slots were checked.
+struct Call {
+  Call(const Tensor& offsets, const OptionalTensor& rows, int64_t tokens)
+      : offsets(offsets.contiguous()), rows(rows.has_value() ? rows->contiguous() : Tensor()) {
+    check_slots(this->offsets, as_optional(this->rows), tokens);
+  }
+
+  c10::ArrayRef<int64_t> bounds() const { return numbers(offsets); }
+  int64_t experts() const { return offsets.size(0) - 1; }
+  int64_t first(int64_t e) const { return bounds()[e]; }
+  int64_t count(int64_t e) const { return bounds()[e + 1] - bounds()[e]; }
+
+  // Returns the slots that refer to the rows of x, or that are the rows of x.
+  gemm::Slots slots(const Tensor& x) const {
+    return {x, rows.defined() ? numbers(rows) : c10::ArrayRef<int64_t>(), rows.defined()};
+  }
+  static c10::ArrayRef<int64_t> numbers(const Tensor& t) {
+    return {t.const_data_ptr<int64_t>(), static_cast<size_t>(t.numel())};
+  }
+
+  Tensor offsets, rows;
+};
+
+// ---- fp64, for gradient checks: a loop over the experts
+
+Tensor rows_in_double(const Call& call, const Tensor& x, int64_t e) {
+  if (!call.rows.defined()) return x.narrow(0, call.first(e), call.count(e));
+  return x.index_select(0, call.rows.narrow(0, call.first(e), call.count(e)));
+}
+
+Tensor in_double(const Call& call, const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
+  const int64_t slots = call.rows.defined() ? call.rows.size(0) : x.size(0);
+  const Tensor out = at::zeros({slots, weight.size(1)}, x.options());
+  for (int64_t e = 0; e < call.experts(); ++e) {
+    Tensor part = out.narrow(0, call.first(e), call.count(e));
+    part.copy_(at::mm(rows_in_double(call, x, e), weight[e].t()));
+    if (bias.has_value()) part.add_((*bias)[e]);
+  }
+  return out;
+}
+
+void gradients_in_double(const Call& call, const Tensor& grad, const Tensor& x, const Tensor& weight,
+                         Tensor& grad_x, const Tensor& grad_weight) {
+  for (int64_t e = 0; e < call.experts(); ++e) {
+    const Tensor part = grad.narrow(0, call.first(e), call.count(e));
+    if (grad_weight.defined()) grad_weight[e].copy_(at::mm(part.t(), rows_in_double(call, x, e)));
+    if (!grad_x.defined()) continue;
+    const Tensor product = at::mm(part, weight[e]);
+    if (call.rows.defined()) {
+      grad_x.index_add_(0, call.rows.narrow(0, call.first(e), call.count(e)), product);
+    } else {
+      grad_x.narrow(0, call.first(e), call.count(e)).copy_(product);
+    }
+  }
+}
+
+// ---- other dtypes
+
+// Returns t with contiguous rows, in a dtype that products read.
+Tensor operand_of(const Tensor& t) {
+  const Tensor narrow = t.scalar_type() == at::kDouble ? t.to(at::kFloat) : t;
+  return narrow.stride(-1) == 1 || narrow.size(-1) == 1 ? narrow : narrow.contiguous();
+}
+
+Tensor grouped_linear_cpu(const Tensor& x, const Tensor& weight, const Tensor& offsets,
+                          const OptionalTensor& rows, const OptionalTensor& bias, OptionalType dtype) {
+  check_grouped_linear(x, weight, offsets, rows, bias, dtype);
+  const Call call(offsets, rows, x.size(0));
+  const auto type = dtype.value_or(x.scalar_type());
+  const Tensor rounded = x.to(type);
+  if (type == at::kDouble) {
+    return in_double(call, rounded, weight.to(type),
+                     bias.has_value() ? OptionalTensor(bias->to(type)) : std::nullopt);
+  }
+  const gemm::Slots slots = call.slots(operand_of(rounded));
+  const Tensor weights = operand_of(weight);
+  const Tensor out =
+      at::empty({call.rows.defined() ? call.rows.size(0) : x.size(0), weight.size(1)}, rounded.options());
+  gemm::multiply_slots(
+      gemm::product_type(rounded), out, slots, call.bounds(),
+      [&](int64_t e, int64_t first, int64_t last) { return weights[e].narrow(0, first, last - first).t(); },
+      bias.has_value() ? bias->to(at::kFloat).contiguous() : Tensor());
+  return out;
+}
+
+Tensor sum_by_expert(const Call& call, const Tensor& grad, at::ScalarType dtype) {
+  const auto type = compute_type(grad);
+  const Tensor sums = at::empty({call.experts(), grad.size(1)}, grad.options().dtype(type));
+  at::parallel_for(0, call.experts(), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t e = begin; e < end; ++e) {
+      Tensor row = sums[e];
+      at::sum_out(row, grad.narrow(0, call.first(e), call.count(e)), {0}, /*keepdim=*/false, type);
+    }
+  });
+  return sums.to(dtype);
+}
+
+Gradients grouped_linear_backward_cpu(const Tensor& grad_out, const OptionalTensor& x, const Tensor& weight,
+                                      const Tensor& offsets, const OptionalTensor& rows, int64_t tokens,
+                                      at::ScalarType dtype, at::ScalarType x_dtype, at::ScalarType bias_dtype,
+                                      std::array<bool, 3> mask) {
+  const Call call(offsets, rows, tokens);
+  const Tensor grad = dtype == at::kDouble ? grad_out.to(dtype) : operand_of(grad_out.to(dtype));
+  const auto compute = dtype == at::kDouble ? dtype : gemm::product_type(grad);
+  Tensor grad_x, grad_weight;
+  if (mask[0]) {
+    // Slots of no expert give no gradient, and a row of x may have no slot.
+    const auto options = grad.options().dtype(dtype == at::kDouble ? dtype : x_dtype);
+    grad_x = dtype == at::kDouble ? at::zeros({tokens, weight.size(2)}, options)
+                                  : at::empty({tokens, weight.size(2)}, options);
+  }
+  if (mask[1]) grad_weight = at::empty(weight.sizes(), weight.options());
+  if (dtype == at::kDouble) {
+    Tensor wide = mask[1] ? grad_weight.to(dtype) : Tensor();
+    gradients_in_double(call, grad, mask[1] ? x->to(dtype) : Tensor(), weight.to(dtype), grad_x, wide);
+    if (mask[0]) grad_x = grad_x.to(x_dtype);
+    if (mask[1]) grad_weight = wide.to(weight.scalar_type());
+  } else {
+    if (mask[0]) {
+      const Tensor weights = operand_of(weight);
+      const auto columns = [&](int64_t e, int64_t first, int64_t last) {
+        return weights[e].narrow(1, first, last - first);
+      };
+      call.rows.defined()
+          ? gemm::sum_slots(compute, grad_x, grad, Call::numbers(call.rows), call.bounds(), columns)
+          : gemm::multiply_slots(compute, grad_x, {grad}, call.bounds(), columns);
+    }
+    if (mask[1]) {
+      gemm::multiply_by_group(compute, grad_weight, {grad}, call.slots(operand_of(*x)), call.bounds());
+    }
+  }
+  return {grad_x, grad_weight, mask[2] ? sum_by_expert(call, grad, bias_dtype) : Tensor()};
+}
+
+Tensor grouped_linear_meta(const Tensor& x, const Tensor& weight, const Tensor& offsets,
+                           const OptionalTensor& rows, const OptionalTensor& bias, OptionalType dtype) {
+  check_grouped_linear(x, weight, offsets, rows, bias, dtype);
+  return at::empty_symint({rows.has_value() ? rows->sym_size(0) : x.sym_size(0), weight.sym_size(1)},
+                          x.options().dtype(dtype.value_or(x.scalar_type())));
+}
+
+Gradients grouped_linear_backward_meta(const Tensor& grad_out, const OptionalTensor&, const Tensor& weight,
+                                       const Tensor&, const OptionalTensor&, c10::SymInt tokens,
+                                       at::ScalarType, at::ScalarType x_dtype, at::ScalarType bias_dtype,
+                                       std::array<bool, 3> mask) {
+  const auto options = grad_out.options();
+  return {mask[0] ? at::empty_symint({tokens, weight.sym_size(2)}, options.dtype(x_dtype)) : Tensor(),
+          mask[1] ? at::empty_symint(weight.sym_sizes(), weight.options()) : Tensor(),
+          mask[2] ? at::empty_symint({weight.sym_size(0), weight.sym_size(1)}, options.dtype(bias_dtype))
+                  : Tensor()};
+}
+
+// ---- autograd
+
+Tensor call_grouped_linear(const Tensor& x, const Tensor& weight, const Tensor& offsets,
+                           const OptionalTensor& rows, const OptionalTensor& bias, OptionalType dtype) {
+  static auto op = find<decltype(grouped_linear_meta)>("shoestring::grouped_linear");
+  return op.call(x, weight, offsets, rows, bias, dtype);
+}
+
+class GroupedLinear : public torch::autograd::Function<GroupedLinear> {
+ public:
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight, const Tensor& offsets,
+                        const OptionalTensor& rows, const OptionalTensor& bias, at::ScalarType type) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    const Tensor rounded = x.to(type);
+    Saved saved{weight.requires_grad() ? rounded : Tensor(), weight, offsets, rows.value_or(Tensor())};
+    saved.type = type;
+    saved.x_type = x.scalar_type();
+    saved.bias_type = bias.has_value() ? bias->scalar_type() : type;
+    saved.mask = {x.requires_grad(), weight.requires_grad(), wants_grad(bias)};
+    saved.tokens = x.sym_size(0);
+    save_fields(ctx, saved);
+    return call_grouped_linear(rounded, weight, offsets, rows, bias, type);
+  }
+  static variable_list backward(AutogradContext* ctx, const variable_list& upstream) {
+    const auto saved = saved_fields<Saved>(ctx);
+    at::AutoDispatchBelowADInplaceOrView below;
+    static auto op = find<decltype(grouped_linear_backward_meta)>("shoestring::_grouped_linear_backward");
+    const auto [grad_x, grad_weight, grad_bias] =
+        op.call(upstream[0], as_optional(saved.x), saved.weight, saved.offsets, as_optional(saved.rows),
+                saved.tokens, saved.type, saved.x_type, saved.bias_type, saved.mask);
+    const variable_list g = once_differentiable(kGroupedLinearOp, {grad_x, grad_weight, grad_bias});
+    return {g[0], g[1], {}, {}, g[2], {}};
+  }
+
+ private:
+  struct Saved {
+    Tensor x, weight, offsets, rows;  // x: rounded to `type`; saved only if the weight needs a gradient
+    at::ScalarType type = at::kFloat, x_type = at::kFloat, bias_type = at::kFloat;
+    std::array<bool, 3> mask{};
+    c10::SymInt tokens = 0;
+
+    template <class Self, class Visitor>
+    static void fields(Self& self, Visitor& visit) {
+      visit.each(self.x, self.weight, self.offsets, self.rows, self.type, self.x_type, self.bias_type,
+                 self.mask, self.tokens);
+    }
+  };
+};
+
+Tensor grouped_linear_autograd(const Tensor& x, const Tensor& weight, const Tensor& offsets,
+                               const OptionalTensor& rows, const OptionalTensor& bias, OptionalType dtype) {
+  if (needs_grad(x, weight) || (at::GradMode::is_enabled() && wants_grad(bias)))
+    return GroupedLinear::apply(x, weight, offsets, rows, bias, dtype.value_or(x.scalar_type()));
+  at::AutoDispatchBelowADInplaceOrView below;
+  return call_grouped_linear(x, weight, offsets, rows, bias, dtype);
+}
+
+template <c10::DeviceType device>
+Tensor grouped_linear_autocast(const Tensor& x, const Tensor& weight, const Tensor& offsets,
+                               const OptionalTensor& rows, const OptionalTensor& bias, OptionalType dtype) {
+  c10::impl::ExcludeDispatchKeyGuard off(at::autocast::get_autocast_dispatch_key_from_device_type(device));
+  return call_grouped_linear(x, weight, offsets, rows, bias, gemm::autocast_type<device>(x, dtype));
+}
+
+TORCH_LIBRARY_FRAGMENT(shoestring, m) {
+  // Multiplies rows by the weights of their experts: row s of the result is x[rows[s]] W_e^T + bias_e, where
+  // offsets[e] <= s < offsets[e + 1]; without `rows`, x[s] W_e^T + bias_e. Other rows of the result are 0.
+  // x (tokens, in), weight (experts, out, in), offsets (experts + 1) and rows (slots) int64, bias
+  // (experts, out). dtype: as in linear. On the CPU, offsets that do not ascend within [0, slots], and rows
+  // outside of [0, tokens), are errors.
+  m.def(R"(grouped_linear(Tensor x, Tensor weight, Tensor offsets, *, Tensor? rows=None, Tensor? bias=None,
+      ScalarType? dtype=None) -> Tensor)");
+  // Returns the gradients of x (tokens, in), weight and bias that output_mask selects; the others are
+  // undefined. dtype is that of the products. x may be missing if the weight's gradient is not selected.
+  m.def(R"(_grouped_linear_backward(Tensor grad_out, Tensor? x, Tensor weight, Tensor offsets, Tensor? rows,
+      SymInt tokens, ScalarType dtype, ScalarType x_dtype, ScalarType bias_dtype, bool[3] output_mask) -> (
+      Tensor, Tensor, Tensor))");
+}
+TORCH_LIBRARY_IMPL(shoestring, CPU, m) {
+  m.impl("grouped_linear", grouped_linear_cpu);
+  m.impl("_grouped_linear_backward", grouped_linear_backward_cpu);
+}
+TORCH_LIBRARY_IMPL(shoestring, Meta, m) {
+  m.impl("grouped_linear", grouped_linear_meta);
+  m.impl("_grouped_linear_backward", grouped_linear_backward_meta);
+}
+TORCH_LIBRARY_IMPL(shoestring, Autograd, m) { m.impl("grouped_linear", grouped_linear_autograd); }
+const AutocastRules grouped_linear_rules([](torch::Library& m, auto device) {
+  m.impl("grouped_linear", grouped_linear_autocast<device>);
+});
+
+}  // namespace
+}  // namespace shoestring::experts
+
+namespace shoestring {
+
+at::Tensor grouped_linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& offsets,
+                          const GroupedLinearOptions& options) {
+  static auto op = find<decltype(experts::grouped_linear_meta)>("shoestring::grouped_linear");
+  return op.call(x, weight, offsets, options.rows(), options.bias(), options.dtype());
+}
+
+}  // namespace shoestring

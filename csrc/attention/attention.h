@@ -173,12 +173,6 @@ Gradients backward_cuda(const Call& call, const Upstream& upstream);
 Result forward_double(const Call& call, bool with_rest);
 Gradients backward_double(const Call& call, const Upstream& upstream);
 
-/// Wraps a function that takes the arguments of its operator from the stack.
-template <auto kFunction>
-auto boxed() {
-  return torch::CppFunction::makeFromBoxedFunction<kFunction>();
-}
-
 /// Returns whether backward needs lse_rest: the bias is added to the scores, so they may be large.
 inline bool needs_rest(const OptionalTensor& bias) { return bias && bias->scalar_type() != at::kBool; }
 

@@ -27,6 +27,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
 #include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
 
 namespace shoestring {
 
@@ -135,6 +136,7 @@ class SchemaText {
   static std::string type(int64_t) { return "int"; }
   static std::string type(bool) { return "bool"; }
   static std::string type(const std::string&) { return "str"; }
+  static std::string type(at::ScalarType) { return "ScalarType"; }
   static std::string type(const at::Tensor&) { return "Tensor"; }
   template <size_t n>
   static std::string type(const std::array<int64_t, n>&) {
@@ -159,6 +161,7 @@ class SchemaText {
   }
   static std::string default_of(int64_t x) { return std::to_string(x); }
   static std::string default_of(bool x) { return x ? "True" : "False"; }
+  static std::string default_of(at::ScalarType x) { return std::to_string(static_cast<int>(x)); }
   static std::string default_of(const std::string& x) { return "'" + x + "'"; }
   template <class T>
   static std::string default_of(const std::optional<T>& x) {
@@ -269,6 +272,12 @@ class Operator {
  private:
   c10::OperatorHandle handle_;
 };
+
+/// Wraps a function that takes the arguments of its operator from the stack.
+template <auto kFunction>
+auto boxed() {
+  return torch::CppFunction::makeFromBoxedFunction<kFunction>();
+}
 
 /// Replaces undefined gradients by empty tensors with the dtype and device of `like`, which an operator can
 /// return.

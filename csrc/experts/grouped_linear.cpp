@@ -6,7 +6,6 @@
 #include <vector>
 
 #include <ATen/Functions.h>
-#include <ATen/Parallel.h>
 #include <torch/library.h>
 
 #include <shoestring/experts/ops.h>
@@ -16,6 +15,7 @@
 #include "core/call.h"
 #include "core/device.h"
 #include "core/tensors.h"
+#include "experts/slots.h"
 #include "gemm/grouped_product.h"
 #include "gemm/linear.h"
 #include "gemm/products.h"
@@ -96,93 +96,30 @@ struct Call {
   }
 
   c10::ArrayRef<int64_t> bounds() const { return numbers(offsets); }
-  int64_t experts() const { return offsets.size(0) - 1; }
-  int64_t first(int64_t e) const { return bounds()[e]; }
-  int64_t count(int64_t e) const { return bounds()[e + 1] - bounds()[e]; }
 
   // Returns the slots that refer to the rows of x, or that are the rows of x.
   gemm::Slots slots(const Tensor& x) const {
     return {x, rows.defined() ? numbers(rows) : c10::ArrayRef<int64_t>(), rows.defined()};
   }
-  static c10::ArrayRef<int64_t> numbers(const Tensor& t) {
-    return {t.const_data_ptr<int64_t>(), static_cast<size_t>(t.numel())};
-  }
 
   Tensor offsets, rows;
 };
-
-// ---- fp64, for gradient checks: a loop over the experts
-
-Tensor rows_in_double(const Call& call, const Tensor& x, int64_t e) {
-  if (!call.rows.defined()) return x.narrow(0, call.first(e), call.count(e));
-  return x.index_select(0, call.rows.narrow(0, call.first(e), call.count(e)));
-}
-
-Tensor in_double(const Call& call, const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
-  const int64_t slots = call.rows.defined() ? call.rows.size(0) : x.size(0);
-  const Tensor out = at::zeros({slots, weight.size(1)}, x.options());
-  for (int64_t e = 0; e < call.experts(); ++e) {
-    Tensor part = out.narrow(0, call.first(e), call.count(e));
-    part.copy_(at::mm(rows_in_double(call, x, e), weight[e].t()));
-    if (bias.has_value()) part.add_((*bias)[e]);
-  }
-  return out;
-}
-
-void gradients_in_double(const Call& call, const Tensor& grad, const Tensor& x, const Tensor& weight,
-                         Tensor& grad_x, const Tensor& grad_weight) {
-  for (int64_t e = 0; e < call.experts(); ++e) {
-    const Tensor part = grad.narrow(0, call.first(e), call.count(e));
-    if (grad_weight.defined()) grad_weight[e].copy_(at::mm(part.t(), rows_in_double(call, x, e)));
-    if (!grad_x.defined()) continue;
-    const Tensor product = at::mm(part, weight[e]);
-    if (call.rows.defined()) {
-      grad_x.index_add_(0, call.rows.narrow(0, call.first(e), call.count(e)), product);
-    } else {
-      grad_x.narrow(0, call.first(e), call.count(e)).copy_(product);
-    }
-  }
-}
-
-// ---- other dtypes
-
-// Returns t with contiguous rows, in a dtype that products read.
-Tensor operand_of(const Tensor& t) {
-  const Tensor narrow = t.scalar_type() == at::kDouble ? t.to(at::kFloat) : t;
-  return narrow.stride(-1) == 1 || narrow.size(-1) == 1 ? narrow : narrow.contiguous();
-}
 
 Tensor grouped_linear_cpu(const Tensor& x, const Tensor& weight, const Tensor& offsets,
                           const OptionalTensor& rows, const OptionalTensor& bias, OptionalType dtype) {
   check_grouped_linear(x, weight, offsets, rows, bias, dtype);
   const Call call(offsets, rows, x.size(0));
-  const auto type = dtype.value_or(x.scalar_type());
-  const Tensor rounded = x.to(type);
-  if (type == at::kDouble) {
-    return in_double(call, rounded, weight.to(type),
-                     bias.has_value() ? OptionalTensor(bias->to(type)) : std::nullopt);
-  }
-  const gemm::Slots slots = call.slots(operand_of(rounded));
-  const Tensor weights = operand_of(weight);
+  const Tensor rounded = x.to(dtype.value_or(x.scalar_type()));
+  const auto compute = gemm::product_type(rounded);
+  const gemm::Slots slots = call.slots(operand_of(rounded, compute));
+  const Tensor weights = operand_of(weight, compute);
   const Tensor out =
       at::empty({call.rows.defined() ? call.rows.size(0) : x.size(0), weight.size(1)}, rounded.options());
   gemm::multiply_slots(
-      gemm::product_type(rounded), out, slots, call.bounds(),
+      compute, out, slots, call.bounds(),
       [&](int64_t e, int64_t first, int64_t last) { return weights[e].narrow(0, first, last - first).t(); },
-      bias.has_value() ? bias->to(at::kFloat).contiguous() : Tensor());
+      bias.has_value() ? bias->to(compute_type(rounded)).contiguous() : Tensor());
   return out;
-}
-
-Tensor sum_by_expert(const Call& call, const Tensor& grad, at::ScalarType dtype) {
-  const auto type = compute_type(grad);
-  const Tensor sums = at::empty({call.experts(), grad.size(1)}, grad.options().dtype(type));
-  at::parallel_for(0, call.experts(), 1, [&](int64_t begin, int64_t end) {
-    for (int64_t e = begin; e < end; ++e) {
-      Tensor row = sums[e];
-      at::sum_out(row, grad.narrow(0, call.first(e), call.count(e)), {0}, /*keepdim=*/false, type);
-    }
-  });
-  return sums.to(dtype);
 }
 
 Gradients grouped_linear_backward_cpu(const Tensor& grad_out, const OptionalTensor& x, const Tensor& weight,
@@ -190,36 +127,25 @@ Gradients grouped_linear_backward_cpu(const Tensor& grad_out, const OptionalTens
                                       at::ScalarType dtype, at::ScalarType x_dtype, at::ScalarType bias_dtype,
                                       std::array<bool, 3> mask) {
   const Call call(offsets, rows, tokens);
-  const Tensor grad = dtype == at::kDouble ? grad_out.to(dtype) : operand_of(grad_out.to(dtype));
-  const auto compute = dtype == at::kDouble ? dtype : gemm::product_type(grad);
+  const auto compute = gemm::product_type(grad_out.to(dtype));
+  const Tensor grad = operand_of(grad_out.to(dtype), compute);
   Tensor grad_x, grad_weight;
   if (mask[0]) {
-    // Slots of no expert give no gradient, and a row of x may have no slot.
-    const auto options = grad.options().dtype(dtype == at::kDouble ? dtype : x_dtype);
-    grad_x = dtype == at::kDouble ? at::zeros({tokens, weight.size(2)}, options)
-                                  : at::empty({tokens, weight.size(2)}, options);
+    const Tensor weights = operand_of(weight, compute);
+    const auto columns = [&](int64_t e, int64_t first, int64_t last) {
+      return weights[e].narrow(1, first, last - first);
+    };
+    grad_x = empty_results({tokens, weight.size(2)}, grad, x_dtype, compute);
+    call.rows.defined() ? gemm::sum_slots(compute, grad_x, grad, numbers(call.rows), call.bounds(), columns)
+                        : gemm::multiply_slots(compute, grad_x, {grad}, call.bounds(), columns);
+    grad_x = grad_x.to(x_dtype);
   }
-  if (mask[1]) grad_weight = at::empty(weight.sizes(), weight.options());
-  if (dtype == at::kDouble) {
-    Tensor wide = mask[1] ? grad_weight.to(dtype) : Tensor();
-    gradients_in_double(call, grad, mask[1] ? x->to(dtype) : Tensor(), weight.to(dtype), grad_x, wide);
-    if (mask[0]) grad_x = grad_x.to(x_dtype);
-    if (mask[1]) grad_weight = wide.to(weight.scalar_type());
-  } else {
-    if (mask[0]) {
-      const Tensor weights = operand_of(weight);
-      const auto columns = [&](int64_t e, int64_t first, int64_t last) {
-        return weights[e].narrow(1, first, last - first);
-      };
-      call.rows.defined()
-          ? gemm::sum_slots(compute, grad_x, grad, Call::numbers(call.rows), call.bounds(), columns)
-          : gemm::multiply_slots(compute, grad_x, {grad}, call.bounds(), columns);
-    }
-    if (mask[1]) {
-      gemm::multiply_by_group(compute, grad_weight, {grad}, call.slots(operand_of(*x)), call.bounds());
-    }
+  if (mask[1]) {
+    grad_weight = empty_results(weight.sizes(), weight, weight.scalar_type(), compute);
+    gemm::multiply_by_group(compute, grad_weight, {grad}, call.slots(operand_of(*x, compute)), call.bounds());
+    grad_weight = grad_weight.to(weight.scalar_type());
   }
-  return {grad_x, grad_weight, mask[2] ? sum_by_expert(call, grad, bias_dtype) : Tensor()};
+  return {grad_x, grad_weight, mask[2] ? sum_by_expert(grad, call.bounds()).to(bias_dtype) : Tensor()};
 }
 
 Tensor grouped_linear_meta(const Tensor& x, const Tensor& weight, const Tensor& offsets,
@@ -253,7 +179,7 @@ class GroupedLinear : public torch::autograd::Function<GroupedLinear> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight, const Tensor& offsets,
                         const OptionalTensor& rows, const OptionalTensor& bias, at::ScalarType type) {
     at::AutoDispatchBelowADInplaceOrView below;
-    const Tensor rounded = x.to(type);
+    const Tensor rounded = x.scalar_type() == type ? x : x.to(type);
     Saved saved{weight.requires_grad() ? rounded : Tensor(), weight, offsets, rows.value_or(Tensor())};
     saved.type = type;
     saved.x_type = x.scalar_type();

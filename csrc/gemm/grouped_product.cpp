@@ -6,10 +6,13 @@
 
 #include <algorithm>
 #include <atomic>
+#include <functional>
+#include <numeric>
 #include <vector>
 
 #include <ATen/Functions.h>
 #include <ATen/Parallel.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 
 #include "core/threads.h"
 #include "gemm/gemm.h"
@@ -32,12 +35,9 @@ constexpr int64_t kRowsToAdd = 256;
 template <class Body>
 void for_each_task(int64_t count, double multiplications, const Body& body) {
   const int64_t threads = std::min(count, threads_for(multiplications));
-  if (threads <= 1) {
-    for (int64_t i = 0; i < count; ++i) body(i);
-    return;
-  }
   std::atomic<int64_t> next = 0;
   at::parallel_for(0, threads, 1, [&](int64_t first, int64_t last) {
+    const at::AutoDispatchBelowADInplaceOrView below;  // threads do not inherit that of the operator
     for (int64_t thread = first; thread < last; ++thread) {
       for (int64_t i = next++; i < count; i = next++) body(i);
     }
@@ -47,40 +47,41 @@ void for_each_task(int64_t count, double multiplications, const Body& body) {
 // A part of the result of a group.
 struct Task {
   int64_t group, row, rows, column, columns;
+  double cost;
 };
 
-// Divides the results of all groups into tasks. sizes: the rows of the result of each group.
-std::vector<Task> tasks_of(const std::vector<int64_t>& sizes, int64_t columns,
-                           const std::vector<double>& cost) {
-  double total = 0;
-  for (const double c : cost) total += c;
-  const double most = std::max(1.0, total / static_cast<double>(kTasksPerThread * at::get_num_threads()));
-  std::vector<Task> tasks;
-  std::vector<double> weight;
-  for (size_t g = 0; g < sizes.size(); ++g) {
-    const int64_t rows = sizes[g];
-    if (rows == 0 || columns == 0) continue;
-    const auto pieces = static_cast<int64_t>(cost[g] / most) + 1;
-    // The longer side is divided first: its parts are the least of all copies of panels of the other side.
-    const bool by_row = rows >= columns;
-    const int64_t long_side = by_row ? rows : columns, least = by_row ? kLeastRows : kLeastColumns;
-    const int64_t parts = std::clamp<int64_t>(long_side / least, 1, pieces);
-    const int64_t step = parts_of(long_side, parts);
-    for (int64_t at = 0; at < long_side; at += step) {
-      const int64_t some = std::min(step, long_side - at);
-      tasks.push_back(by_row ? Task{static_cast<int64_t>(g), at, some, 0, columns}
-                             : Task{static_cast<int64_t>(g), 0, rows, at, some});
-      weight.push_back(cost[g] * static_cast<double>(some) / static_cast<double>(long_side));
+// The tasks of all groups, the largest first.
+struct Tasks {
+  // sizes, cost: the rows of the result of each group, and its multiplications.
+  Tasks(const std::vector<int64_t>& sizes, int64_t columns, const std::vector<double>& cost)
+      : total(std::accumulate(cost.begin(), cost.end(), 0.0)) {
+    const double most = std::max(1.0, total / static_cast<double>(kTasksPerThread * at::get_num_threads()));
+    for (size_t g = 0; g < sizes.size(); ++g) {
+      const int64_t rows = sizes[g];
+      if (rows == 0 || columns == 0) continue;
+      // The longer side is divided, which repeats the packing of the shorter side alone.
+      const bool by_row = rows >= columns;
+      const int64_t side = by_row ? rows : columns, least = by_row ? kLeastRows : kLeastColumns;
+      const int64_t parts = std::clamp<int64_t>(side / least, 1, static_cast<int64_t>(cost[g] / most) + 1);
+      for (int64_t at = 0, step = parts_of(side, parts); at < side; at += step) {
+        const int64_t some = std::min(step, side - at);
+        const double share = cost[g] * static_cast<double>(some) / static_cast<double>(side);
+        const auto group = static_cast<int64_t>(g);
+        all.push_back(by_row ? Task{group, at, some, 0, columns, share}
+                             : Task{group, 0, rows, at, some, share});
+      }
     }
+    std::ranges::stable_sort(all, std::greater<>(), &Task::cost);
   }
-  std::vector<size_t> order(tasks.size());
-  for (size_t i = 0; i < order.size(); ++i) order[i] = i;
-  std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return weight[a] > weight[b]; });
-  std::vector<Task> sorted;
-  sorted.reserve(tasks.size());
-  for (const size_t i : order) sorted.push_back(tasks[i]);
-  return sorted;
-}
+
+  template <class Body>
+  void run(const Body& body) const {
+    for_each_task(std::ssize(all), total, [&](int64_t i) { body(all[i]); });
+  }
+
+  double total;
+  std::vector<Task> all{};
+};
 
 std::vector<int64_t> sizes_of(c10::ArrayRef<int64_t> offsets) {
   std::vector<int64_t> sizes;
@@ -88,20 +89,44 @@ std::vector<int64_t> sizes_of(c10::ArrayRef<int64_t> offsets) {
   return sizes;
 }
 
+// Returns the multiplications of the result of each group, where a slot takes m n of them.
 std::vector<double> costs_of(const std::vector<int64_t>& sizes, int64_t m, int64_t n) {
   std::vector<double> costs;
   for (const int64_t size : sizes) costs.push_back(static_cast<double>(size * m) * static_cast<double>(n));
   return costs;
 }
 
-double sum_of(const std::vector<double>& costs) {
-  double sum = 0;
-  for (const double cost : costs) sum += cost;
-  return sum;
+void zero_rows(const Tensor& out, int64_t first, int64_t last) {
+  if (first < last) out.narrow(0, first, last - first).zero_();
 }
 
-void add_row(float* to, const float* from, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) to[i] += from[i];
+// Adds scale * (from + offset) to `to`. offset may be null.
+void add_row(float* to, const float* from, const float* offset, float scale, int64_t count) {
+  if (offset == nullptr) {
+    for (int64_t i = 0; i < count; ++i) to[i] += scale * from[i];
+  } else {
+    for (int64_t i = 0; i < count; ++i) to[i] += scale * (from[i] + offset[i]);
+  }
+}
+
+// ---- fp64, for gradient checks: a loop over the groups
+
+Tensor tensor_of(const Factor& factor) {
+  if (!factor.gathered) return factor.matrix;
+  const Tensor index = at::tensor(factor.index, at::kLong);
+  const Tensor rows = factor.matrix.index_select(0, index);
+  return factor.transposed ? rows.t() : rows;
+}
+
+Tensor product_in_double(const Factor& a, const Factor& b, const Tensor& offset) {
+  const Tensor product = at::mm(tensor_of(a), tensor_of(b));
+  return offset.defined() ? product + offset : product;
+}
+
+// Calls body(group, first, last) for the slots of each group.
+template <class Body>
+void for_each_group(c10::ArrayRef<int64_t> offsets, const Body& body) {
+  for (size_t e = 0; e + 1 < offsets.size(); ++e) body(static_cast<int64_t>(e), offsets[e], offsets[e + 1]);
 }
 
 }  // namespace
@@ -109,75 +134,97 @@ void add_row(float* to, const float* from, int64_t count) {
 void multiply_slots(at::ScalarType compute, const Tensor& out, const Slots& a, c10::ArrayRef<int64_t> offsets,
                     GroupOperand b, const Tensor& offset) {
   const int64_t depth = a.matrix.size(1), columns = out.size(1);
-  const auto sizes = sizes_of(offsets);
-  const auto costs = costs_of(sizes, depth, columns);
-  const auto zero = [&](int64_t first, int64_t last) {
-    if (first < last) out.narrow(0, first, last - first).zero_();
+  zero_rows(out, 0, offsets.front());
+  zero_rows(out, offsets.back(), out.size(0));
+  const auto added = [&](int64_t group, int64_t first, int64_t last) {
+    return offset.defined() ? offset[group].narrow(0, first, last - first) : Tensor();
   };
-  zero(0, offsets.front());
-  zero(offsets.back(), out.size(0));
-  const auto tasks = tasks_of(sizes, columns, costs);
-  for_each_task(std::ssize(tasks), sum_of(costs), [&](int64_t i) {
-    const Task& task = tasks[i];
+  if (compute == at::kDouble) {
+    return for_each_group(offsets, [&](int64_t e, int64_t first, int64_t last) {
+      out.narrow(0, first, last - first)
+          .copy_(product_in_double(a.operand(first, last, false), b(e, 0, columns), added(e, 0, columns)));
+    });
+  }
+  const auto sizes = sizes_of(offsets);
+  Tasks(sizes, columns, costs_of(sizes, depth, columns)).run([&](const Task& task) {
     const int64_t first = offsets[task.group] + task.row, end = task.column + task.columns;
     const Tensor part = out.narrow(0, first, task.rows).narrow(1, task.column, task.columns);
-    const Tensor added =
-        offset.defined() ? offset[task.group].narrow(0, task.column, task.columns) : Tensor();
+    const Tensor bias = added(task.group, task.column, end);
     if (depth == 0) {
-      added.defined() ? Tensor(part).copy_(added.expand_as(part)) : Tensor(part).zero_();
-      return;
+      part.copy_(bias.defined() ? bias.expand_as(part) : at::zeros({}, part.options()));
+    } else {
+      gemm_sum(compute, part, {{a.operand(first, first + task.rows, false), b(task.group, task.column, end)}},
+               {}, bias);
     }
-    gemm_sum(compute, part, {{a.operand(first, first + task.rows, false), b(task.group, task.column, end)}},
-             {}, added);
   });
 }
 
 void sum_slots(at::ScalarType compute, const Tensor& out, const Tensor& a, c10::ArrayRef<int64_t> rows,
-               c10::ArrayRef<int64_t> offsets, GroupOperand b) {
+               c10::ArrayRef<int64_t> offsets, GroupOperand b, const Tensor& offset, const Tensor& scale) {
   const int64_t columns = out.size(1), depth = a.size(1);
-  const auto costs = costs_of(sizes_of(offsets), depth, columns);
+  if (compute == at::kDouble) {
+    out.zero_();
+    return for_each_group(offsets, [&](int64_t e, int64_t first, int64_t last) {
+      Tensor product = product_in_double(a.narrow(0, first, last - first), b(e, 0, columns),
+                                         offset.defined() ? offset[e] : Tensor());
+      if (scale.defined()) product.mul_(scale.narrow(0, first, last - first).unsqueeze(1));
+      out.index_add_(0, at::tensor(rows.slice(first, last - first), at::kLong), product);
+    });
+  }
   const bool direct = out.scalar_type() == at::kFloat && out.is_contiguous();
   const Tensor sums = direct ? out : at::empty(out.sizes(), out.options().dtype(at::kFloat));
   const int64_t parts = std::clamp<int64_t>(columns / kLeastColumns, 1, 2 * at::get_num_threads());
   const int64_t step = parts_of(columns, parts);
-  for_each_task(columns == 0 ? 0 : parts_of(columns, step), sum_of(costs), [&](int64_t part) {
+  const double multiplications =
+      static_cast<double>(offsets.back() - offsets.front()) * static_cast<double>(depth * columns);
+  const float* factors = scale.defined() ? scale.const_data_ptr<float>() : nullptr;
+  for_each_task(columns == 0 ? 0 : parts_of(columns, step), multiplications, [&](int64_t part) {
     const int64_t column = part * step, some = std::min(step, columns - column);
     sums.narrow(1, column, some).zero_();
-    if (depth == 0) return;
     float* to = sums.mutable_data_ptr<float>() + column;
-    const Tensor products = at::empty({kRowsToAdd, some}, sums.options());
+    const Tensor products = depth == 0 ? at::zeros({kRowsToAdd, some}, sums.options())
+                                       : at::empty({kRowsToAdd, some}, sums.options());
     const float* from = products.const_data_ptr<float>();
-    for (size_t e = 0; e + 1 < offsets.size(); ++e) {
-      for (int64_t first = offsets[e]; first < offsets[e + 1]; first += kRowsToAdd) {
-        const int64_t count = std::min(kRowsToAdd, offsets[e + 1] - first);
-        gemm_sum(compute, products.narrow(0, 0, count),
-                 {{a.narrow(0, first, count), b(static_cast<int64_t>(e), column, column + some)}});
-        for (int64_t i = 0; i < count; ++i) add_row(to + rows[first + i] * columns, from + i * some, some);
+    for_each_group(offsets, [&](int64_t e, int64_t begin, int64_t end) {
+      const float* bias = offset.defined() ? offset[e].const_data_ptr<float>() + column : nullptr;
+      for (int64_t first = begin; first < end; first += kRowsToAdd) {
+        const int64_t count = std::min(kRowsToAdd, end - first);
+        if (depth > 0) {
+          gemm_sum(compute, products.narrow(0, 0, count),
+                   {{a.narrow(0, first, count), b(e, column, column + some)}});
+        }
+        for (int64_t i = 0; i < count; ++i) {
+          add_row(to + rows[first + i] * columns, from + i * some, bias,
+                  factors == nullptr ? 1 : factors[first + i], some);
+        }
       }
-    }
+    });
   });
-  if (!direct) Tensor(out).copy_(sums);
+  if (!direct) out.copy_(sums);
 }
 
 void multiply_by_group(at::ScalarType compute, const Tensor& out, const Slots& a, const Slots& b,
                        c10::ArrayRef<int64_t> offsets) {
   const int64_t m = out.size(1), n = out.size(2);
+  if (compute == at::kDouble) {
+    return for_each_group(offsets, [&](int64_t e, int64_t first, int64_t last) {
+      out[e].copy_(product_in_double(a.operand(first, last, true), b.operand(first, last, false), {}));
+    });
+  }
   const auto sizes = sizes_of(offsets);
   std::vector<double> costs = costs_of(sizes, m, n);
   for (double& cost : costs)
     cost += kWritingAsMultiplications * static_cast<double>(m) * static_cast<double>(n);
-  const auto tasks = tasks_of(std::vector<int64_t>(sizes.size(), m), n, costs);
-  for_each_task(std::ssize(tasks), sum_of(costs), [&](int64_t i) {
-    const Task& task = tasks[i];
+  Tasks(std::vector<int64_t>(sizes.size(), m), n, costs).run([&](const Task& task) {
     const int64_t first = offsets[task.group], last = offsets[task.group + 1];
     const Tensor part = out[task.group].narrow(0, task.row, task.rows).narrow(1, task.column, task.columns);
     if (first == last) {
-      Tensor(part).zero_();
-      return;
+      part.zero_();
+    } else {
+      gemm_sum(compute, part,
+               {{a.columns(task.row, task.rows).operand(first, last, true),
+                 b.columns(task.column, task.columns).operand(first, last, false)}});
     }
-    gemm_sum(compute, part,
-             {{a.columns(task.row, task.rows).operand(first, last, true),
-               b.columns(task.column, task.columns).operand(first, last, false)}});
   });
 }
 

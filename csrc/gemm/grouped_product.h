@@ -11,7 +11,7 @@ namespace shoestring::gemm {
 /// Matrices whose rows belong to groups, such as the tokens of experts, on the CPU. The slots
 /// [offsets[e], offsets[e + 1]) are those of group e. A slot is a row of a matrix, or refers to one.
 struct Slots {
-  at::Tensor matrix;  // fp32, bf16 or fp16, with contiguous rows
+  at::Tensor matrix;  // fp32, fp64, bf16 or fp16, with contiguous rows
   c10::ArrayRef<int64_t> rows{};
   bool refers = false;  // whether slot s is row rows[s] of `matrix`, or else row s
 
@@ -27,19 +27,21 @@ struct Slots {
 /// Returns the columns [first, last) of the right operand of a group, of shape (depth, last - first).
 using GroupOperand = c10::function_ref<Factor(int64_t group, int64_t first, int64_t last)>;
 
-// The functions below round the operands to `compute`, fp32 or bf16, and add products in fp32. Each result is
-// written, and 16-bit results are rounded once. Groups run side by side. The results do not depend on the
-// number of threads.
+// The functions below round the operands to `compute`, fp32 or bf16, and add products in fp32. With fp64 for
+// `compute`, operands and results are fp64 tensors. Each result is written, and 16-bit results are rounded
+// once. Groups run side by side. The results do not depend on the number of threads.
 
 /// Computes out (slots, n): row s is row s of `a` times the operand of its group, plus the group's row of
-/// `offset` (groups, n), fp32 or undefined. Slots of no group become 0.
+/// `offset` (groups, n), which is undefined, or contiguous in fp32 or fp64. Slots of no group become 0.
 void multiply_slots(at::ScalarType compute, const at::Tensor& out, const Slots& a,
                     c10::ArrayRef<int64_t> offsets, GroupOperand b, const at::Tensor& offset = {});
 
-/// Computes out (rows, n): row i is the sum over all slots s with rows[s] = i of row s of `a` times the
-/// operand of its group. Adds them in the order of the slots.
+/// Computes out (rows, n): row i is the sum over all slots s with rows[s] = i of scale[s] times (row s of `a`
+/// times the operand of its group, plus the group's row of `offset`). Adds them in the order of the slots.
+/// Without `scale`, a contiguous tensor (slots) of the dtype of the sums, fp32 or fp64, the scales are 1.
 void sum_slots(at::ScalarType compute, const at::Tensor& out, const at::Tensor& a,
-               c10::ArrayRef<int64_t> rows, c10::ArrayRef<int64_t> offsets, GroupOperand b);
+               c10::ArrayRef<int64_t> rows, c10::ArrayRef<int64_t> offsets, GroupOperand b,
+               const at::Tensor& offset = {}, const at::Tensor& scale = {});
 
 /// Computes out (groups, m, n): the sum over the slots of a group of row s of `a` times row s of `b`,
 /// a^T b. The result of a group without slots is 0.

@@ -5,6 +5,7 @@
 # ruff: noqa: F403
 from shoestring.adapters.lora_linear import *
 from shoestring.attention.attention import *
+from shoestring.experts.moe_experts import *
 from shoestring.experts.moe_route import *
 from shoestring.experts.moe_sort import *
 from shoestring.gemm.addmm import *

@@ -24,7 +24,7 @@ LIBRARY: dict[str, tuple[str, ...]] = {
     "adapters": ("core", "files", "gemm", "layers", "quantization"),
     "attention": ("core", "gemm", "layers"),
     "losses": ("core", "gemm", "quantization"),
-    "experts": ("core", "gemm"),
+    "experts": ("core", "gemm", "layers"),
     "blocks": ("adapters", "attention", "core", "gemm", "layers"),
     "offload": ("core", "quantization"),
     "optim": ("core", "files", "gemm", "offload", "quantization"),

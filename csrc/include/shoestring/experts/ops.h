@@ -79,4 +79,33 @@ struct GroupedLinearOptions {
 SHOESTRING_API at::Tensor grouped_linear(const at::Tensor& x, const at::Tensor& weight,
                                          const at::Tensor& offsets, const GroupedLinearOptions& options = {});
 
+/// Options of moe_experts.
+struct MoeExpertsOptions {
+  /// (experts, 2 hidden): added to the products with gate_up.
+  TORCH_ARG(std::optional<at::Tensor>, gate_up_bias) = std::nullopt;
+  /// (experts, features): added to the products with down, before they are weighted.
+  TORCH_ARG(std::optional<at::Tensor>, down_bias) = std::nullopt;
+  /// The gate: "silu", "gelu", "gelu_tanh", each activation(g) * u, or "swigluoai", g * sigmoid(1.702 g) *
+  /// (u + 1) of gpt-oss.
+  TORCH_ARG(std::string, activation) = "silu";
+  /// A number to which g is clamped from above, and u in absolute value.
+  TORCH_ARG(std::optional<double>, limit) = std::nullopt;
+  /// If true, g is at even and u at odd features of the products with gate_up, else g is their first half.
+  TORCH_ARG(bool, interleaved) = false;
+  /// If true, gate_up has shape (experts, features, 2 hidden) and down (experts, hidden, features).
+  TORCH_ARG(bool, transposed) = false;
+  /// The dtype to which the operands are rounded, and that of the result. Without it, that of x, which the
+  /// weights and the biases must have, too.
+  TORCH_ARG(std::optional<at::ScalarType>, dtype) = std::nullopt;
+};
+
+/// Computes the MLPs of experts. For x (..., features), index and weight (..., top_k) as moe_route returns
+/// them, gate_up (experts, 2 hidden, features) and down (experts, features, hidden), returns (..., features):
+/// for each token the sum over its experts of weight * (a down_e^T + down_bias_e), where a is the gate of x
+/// gate_up_e^T + gate_up_bias_e. An index of -1 is no expert. All tensors but the index have gradients.
+/// Backward keeps x and the products with gate_up. The result does not depend on the number of threads.
+SHOESTRING_API at::Tensor moe_experts(const at::Tensor& x, const at::Tensor& index, const at::Tensor& weight,
+                                      const at::Tensor& gate_up, const at::Tensor& down,
+                                      const MoeExpertsOptions& options = {});
+
 }  // namespace shoestring

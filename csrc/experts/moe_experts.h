@@ -1,0 +1,114 @@
+#pragma once
+
+// The arguments of moe_experts and of its backward, and its gate.
+
+#include <array>
+#include <optional>
+#include <string>
+
+#include <ATen/core/Tensor.h>
+
+#include "core/arguments.h"
+#include "experts/moe_gate_table.h"
+
+namespace shoestring::experts {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+constexpr const char* kMoeExpertsOp = "moe_experts";
+
+/// How experts compute, beside their tensors.
+struct ExpertOptions {
+  std::string activation = "silu";
+  std::optional<double> limit{};
+  bool interleaved = false;  // whether gate_up has gates at even features
+  bool transposed = false;   // whether the weights have shape (experts, in_features, out_features)
+
+  template <class Self, class Visitor>
+  static void fields(Self& self, Visitor& visit) {
+    visit("activation", self.activation);
+    visit("limit", self.limit);
+    visit("interleaved", self.interleaved);
+    visit("transposed", self.transposed);
+  }
+  kernels::Gate gate() const;
+};
+
+struct ExpertArguments {
+  Tensor x{}, index{}, weight{}, gate_up{}, down{};
+  OptionalTensor gate_up_bias{}, down_bias{};
+  ExpertOptions options{};
+  std::optional<at::ScalarType> dtype{};  // the dtype of the products and of the result; that of x without it
+
+  template <class Self, class Visitor>
+  static void fields(Self& self, Visitor& visit) {
+    visit("x", self.x);
+    visit("index", self.index);
+    visit("weight", self.weight);
+    visit("gate_up", self.gate_up);
+    visit("down", self.down);
+    visit.keywords();
+    visit("gate_up_bias", self.gate_up_bias);
+    visit("down_bias", self.down_bias);
+    ExpertOptions::fields(self.options, visit);
+    visit("dtype", self.dtype);
+  }
+  at::ScalarType type() const { return dtype.value_or(x.scalar_type()); }
+  void check() const;
+};
+
+/// The results of forward that backward needs: the input of the gates (slots, 2 features), and moe_sort's
+/// order and offsets.
+struct ExpertResults {
+  Tensor out{}, hidden{}, order{}, offsets{};
+
+  template <class Self, class Visitor>
+  static void fields(Self& self, Visitor& visit) {
+    visit("out", self.out);
+    visit("hidden", self.hidden);
+    visit("order", self.order);
+    visit("offsets", self.offsets);
+  }
+};
+
+/// One value for each argument that has a gradient.
+constexpr size_t kExpertGradients = 6;
+enum ExpertGradient : size_t { kGradX, kGradWeight, kGradGateUp, kGradDown, kGradGateUpBias, kGradDownBias };
+
+struct ExpertBackward {
+  Tensor grad{}, x{}, weight{}, gate_up{}, down{}, hidden{}, order{}, offsets{};
+  OptionalTensor down_bias{};
+  ExpertOptions options{};
+  std::array<bool, kExpertGradients> output_mask{};
+
+  template <class Self, class Visitor>
+  static void fields(Self& self, Visitor& visit) {
+    visit("grad", self.grad);
+    visit("x", self.x);
+    visit("weight", self.weight);
+    visit("gate_up", self.gate_up);
+    visit("down", self.down);
+    visit("hidden", self.hidden);
+    visit("order", self.order);
+    visit("offsets", self.offsets);
+    visit("down_bias", self.down_bias);
+    ExpertOptions::fields(self.options, visit);
+    visit.required("output_mask", self.output_mask);
+  }
+};
+
+/// The gradients that are selected; the others are empty tensors. Those of the stacks have their dtypes, and
+/// those of the biases the dtype of sums.
+struct ExpertGradients {
+  std::array<Tensor, kExpertGradients> all{};
+
+  template <class Self, class Visitor>
+  static void fields(Self& self, Visitor& visit) {
+    constexpr std::array kNames = {"grad_x",    "grad_weight",       "grad_gate_up",
+                                   "grad_down", "grad_gate_up_bias", "grad_down_bias"};
+    for (size_t i = 0; i < kExpertGradients; ++i) visit(kNames[i], self.all[i]);
+  }
+};
+
+}  // namespace shoestring::experts

@@ -1,0 +1,38 @@
+#pragma once
+
+// The slots of experts on the CPU: which rows of x each expert multiplies.
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/ArrayRef.h>
+
+#include "core/tensors.h"
+#include "gemm/grouped_product.h"
+
+namespace shoestring::experts {
+
+/// Views a contiguous int64 tensor as a list.
+inline c10::ArrayRef<int64_t> numbers(const at::Tensor& t) {
+  return {t.const_data_ptr<int64_t>(), static_cast<size_t>(t.numel())};
+}
+
+/// Returns t with contiguous rows, in a dtype that products of `compute` read: fp64 for fp64, else another.
+inline at::Tensor operand_of(const at::Tensor& t, at::ScalarType compute) {
+  const bool other = (t.scalar_type() == at::kDouble) != (compute == at::kDouble);
+  const at::Tensor read = other ? t.to(compute) : t;
+  return read.stride(-1) == 1 || read.size(-1) == 1 ? read : read.contiguous();
+}
+
+/// Returns an empty tensor for results in the dtype `wanted`, or in `compute` if products of `compute` cannot
+/// write that dtype.
+inline at::Tensor empty_results(at::IntArrayRef sizes, const at::Tensor& like, at::ScalarType wanted,
+                                at::ScalarType compute) {
+  const bool direct = (wanted == at::kDouble) == (compute == at::kDouble);
+  return at::empty(sizes, like.options().dtype(direct ? wanted : compute));
+}
+
+/// Returns for each expert the sum of the rows of its slots, each times its element of `scale` if that is
+/// defined, in fp32, or fp64 for fp64.
+at::Tensor sum_by_expert(const at::Tensor& matrix, c10::ArrayRef<int64_t> offsets,
+                         c10::ArrayRef<int64_t> rows = {}, const at::Tensor& scale = {});
+
+}  // namespace shoestring::experts

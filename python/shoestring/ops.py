@@ -6,6 +6,7 @@
 from shoestring.adapters.lora_linear import *
 from shoestring.attention.attention import *
 from shoestring.experts.moe_experts import *
+from shoestring.experts.grouped_linear import *
 from shoestring.experts.moe_route import *
 from shoestring.experts.moe_sort import *
 from shoestring.gemm.addmm import *

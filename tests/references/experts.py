@@ -1,7 +1,10 @@
 """The operators of experts in plain PyTorch."""
 
+import itertools
+
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 
 def first_largest(x: Tensor, k: int) -> Tensor:
@@ -45,3 +48,24 @@ def moe_route_reference(
     balance = experts * (counts.to(wide.dtype) / tokens * shares[counted].sum(0) / tokens).sum()
     z = wide[counted].logsumexp(-1).square().sum() / tokens
     return index.masked_fill(~counted.unsqueeze(-1), -1), weight, counts, balance, z
+
+
+def grouped_linear_reference(
+    x: Tensor,
+    weight: Tensor,
+    offsets: Tensor,
+    *,
+    rows: Tensor | None = None,
+    bias: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Compute ``grouped_linear`` in plain PyTorch: a linear layer for each expert, and zeros without an expert."""
+    dtype = dtype or x.dtype
+    given = (x if rows is None else x[rows]).to(dtype)
+    bounds = offsets.tolist()
+    parts = [
+        F.linear(given[first:last], weight[e].to(dtype), None if bias is None else bias[e].to(dtype))
+        for e, (first, last) in enumerate(itertools.pairwise(bounds))
+    ]
+    y = torch.cat([given.new_zeros(0, weight.shape[1]), *parts])
+    return F.pad(y, (0, 0, bounds[0], len(given) - bounds[-1]))

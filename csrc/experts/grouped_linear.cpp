@@ -1,5 +1,7 @@
 // Linear layers of experts: the rows of each expert are multiplied by its own weight.
 
+#include "experts/grouped_linear.h"
+
 #include <array>
 #include <tuple>
 #include <utility>
@@ -21,16 +23,6 @@
 #include "gemm/products.h"
 
 namespace shoestring::experts {
-namespace {
-
-using at::Tensor;
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
-using OptionalTensor = std::optional<Tensor>;
-using OptionalType = std::optional<at::ScalarType>;
-using Gradients = std::tuple<Tensor, Tensor, Tensor>;  // of x, weight and bias
-
-constexpr const char* kGroupedLinearOp = "grouped_linear";
 
 void check_grouped_linear(const Tensor& x, const Tensor& weight, const Tensor& offsets,
                           const OptionalTensor& rows, const OptionalTensor& bias, OptionalType dtype) {
@@ -69,6 +61,12 @@ void check_grouped_linear(const Tensor& x, const Tensor& weight, const Tensor& o
       "), received ", bias->sym_sizes());
   fits("bias", *bias);
 }
+
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+using Gradients = GroupedGradients;
 
 // Checks the values of the offsets and rows, on the CPU.
 void check_slots(const Tensor& offsets, const OptionalTensor& rows, int64_t tokens) {
@@ -235,7 +233,8 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
   // offsets[e] <= s < offsets[e + 1]; without `rows`, x[s] W_e^T + bias_e. Other rows of the result are 0.
   // x (tokens, in), weight (experts, out, in), offsets (experts + 1) and rows (slots) int64, bias
   // (experts, out). dtype: as in linear. On the CPU, offsets that do not ascend within [0, slots], and rows
-  // outside of [0, tokens), are errors.
+  // outside of [0, tokens), are errors. On CUDA, slots with such rows belong to no expert, and results are
+  // undefined if the offsets do not ascend.
   m.def(R"(grouped_linear(Tensor x, Tensor weight, Tensor offsets, *, Tensor? rows=None, Tensor? bias=None,
       ScalarType? dtype=None) -> Tensor)");
   // Returns the gradients of x (tokens, in), weight and bias that output_mask selects; the others are

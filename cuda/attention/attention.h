@@ -7,6 +7,7 @@
 
 #include "attention/attention_table.h"
 #include "cuda/attention/attention_tile.h"
+#include "cuda/core/gpu.h"
 #include "cuda/core/launch.h"
 
 namespace shoestring::cuda {
@@ -15,14 +16,6 @@ using kernels::AttentionGradients;
 using kernels::AttentionProblem;
 using kernels::AttentionTensors;
 using kernels::HeadStrides;
-
-// GPUs of sm_75 lack instructions that the attention kernels need. For sm_75 the kernels are compiled empty,
-// and the launchers return an error.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
-constexpr bool kHasMma = false;
-#else
-constexpr bool kHasMma = true;
-#endif
 
 /// Number of queries that a thread block of attention handles, 16 for each warp. In the kernel for the
 /// gradients of K and V it is the number of keys. Shared memory takes at most 99 KiB, which every GPU from
@@ -50,17 +43,6 @@ inline Access access_of(const void* p, const HeadStrides& at, int size) {
 template <class T>
 __device__ T* head_of(T* tensor, const HeadStrides& at, int sequence, int64_t head, int first_token) {
   return tensor + sequence * at.batch + head * at.head + first_token * at.token;
-}
-
-/// Writes the compute capability of the current GPU, such as 90 for 9.0, to `capability`. Returns an error
-/// text, or null.
-inline const char* compute_capability(int& capability) {
-  int device = 0, major = 0, minor = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
-  capability = major * 10 + minor;
-  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 
 /// Returns the reason why the current GPU cannot run the attention kernels, or null.

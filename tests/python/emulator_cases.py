@@ -396,6 +396,34 @@ def moe_sort(device: str) -> Results:
     return found
 
 
+def grouped_linear(device: str) -> Results:
+    """Multiply the rows of experts that have none, few, or more than a tile; some slots have no expert."""
+    found: Results = {}
+    offsets = torch.tensor([2, 2, 7, 140, 145], device=device)
+    rows = byte_values(150, seed=1, high=60).long().to(device)
+    for dtype, allowed in ((torch.float32, 32.0), (torch.bfloat16, 1.0), (torch.float16, 1.0)):
+        for features in ((72, 136), (5, 37)):
+            for refer in (True, False):
+                leaves = {
+                    "x": uniform(60 if refer else 150, features[1], seed=2),
+                    "weight": uniform(4, *features, seed=3),
+                    "bias": uniform(4, features[0], seed=4),
+                }
+                leaves = {name: t.to(device, dtype).requires_grad_() for name, t in leaves.items()}
+                out = OPERATORS.grouped_linear(
+                    leaves["x"],
+                    leaves["weight"],
+                    offsets,
+                    rows=rows if refer else None,
+                    bias=leaves["bias"],
+                )
+                grad = uniform(*out.shape, seed=5).to(device, dtype)
+                results = (out.detach(), *torch.autograd.grad(out, list(leaves.values()), grad))
+                for part, t in zip(("out", *leaves), results, strict=True):
+                    found[f"{str(dtype)[6:]} {features} {refer} {part}"] = (t, allowed)
+    return found
+
+
 def rope(device: str) -> Results:
     """Run rope on transposed heads of which a part is rotated; several lanes of a warp share a head."""
     found: Results = {}
@@ -441,6 +469,7 @@ CASES: tuple[Callable[[str], Results], ...] = (
     cross_entropy,
     table_of_cases,
     moe_sort,
+    grouped_linear,
     rope,
     attention,
 )

@@ -125,6 +125,7 @@ CASES: dict[str, Callable[[], object]] = {
         widest_rope(),
     ),
     "`moe_sort`": case(emulator_cases.moe_sort),
+    "`grouped_linear`": case(emulator_cases.grouped_linear),
     "`cross_entropy`": case(emulator_cases.cross_entropy),
     "`linear_cross_entropy`": case(emulator_cases.linear_cross_entropy),
     "`linear_distillation`": case(emulator_cases.linear_distillation),

@@ -6,6 +6,7 @@ tensor of the host.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -101,3 +102,23 @@ def test_what_cannot_be_captured_is_found() -> None:
     assert problem == "1 allocations outside the pool"
     host = torch.ones(3)
     assert any("received cpu" in problem for problem in problems_of(lambda: step() + host.to("simdev")))
+
+
+def test_grouped_linear_can_be_captured(mode: simdev.Mode) -> None:
+    """The kernels of CUDA find the experts and the slots of each row without the host."""
+    simdev.configure(replace(mode, emulate=True))
+    torch.manual_seed(7)
+    x, weight, bias = (
+        torch.randn(*shape, device="simdev").bfloat16().requires_grad_()
+        for shape in ((30, 40), (3, 24, 40), (3, 24))
+    )
+    rows = torch.randint(30, (60,), device="simdev")
+    offsets = torch.tensor([1, 20, 20, 58]).to("simdev")
+
+    def step() -> tuple[torch.Tensor, ...]:
+        out = torch.ops.shoestring.grouped_linear(x, weight, offsets, rows=rows, bias=bias)
+        return torch.autograd.grad(out, (x, weight, bias), out.detach())
+
+    for _ in range(2):
+        step()
+    assert problems_of(step) == []

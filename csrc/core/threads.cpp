@@ -25,6 +25,7 @@ int64_t bytes_per_thread() {
 }
 
 int64_t threads_for(double multiplications) {
+  if (at::in_parallel_region()) return 1;
   // A core does at least two multiplications in the time in which it copies a byte.
   const double worth = multiplications / (2 * static_cast<double>(bytes_per_thread()));
   return std::max<int64_t>(1, static_cast<int64_t>(std::min<double>(worth, at::get_num_threads())));

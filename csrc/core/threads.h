@@ -20,7 +20,7 @@ inline int64_t row_grain(int64_t bytes) {
 }
 
 /// Returns how many threads matrix products of so many multiplications are worth, at most
-/// at::get_num_threads().
+/// at::get_num_threads(), and one within at::parallel_for.
 SHOESTRING_API int64_t threads_for(double multiplications);
 
 }  // namespace shoestring

@@ -109,8 +109,8 @@ Tensor grouped_linear_cpu(const Tensor& x, const Tensor& weight, const Tensor& o
   const Call call(offsets, rows, x.size(0));
   const Tensor rounded = x.to(dtype.value_or(x.scalar_type()));
   const auto compute = gemm::product_type(rounded);
-  const gemm::Slots slots = call.slots(operand_of(rounded, compute));
-  const Tensor weights = operand_of(weight, compute);
+  const gemm::Slots slots = call.slots(gatherable(rounded, compute));
+  const Tensor weights = readable(weight, compute);
   const Tensor out =
       at::empty({call.rows.defined() ? call.rows.size(0) : x.size(0), weight.size(1)}, rounded.options());
   gemm::multiply_slots(
@@ -126,10 +126,10 @@ Gradients grouped_linear_backward_cpu(const Tensor& grad_out, const OptionalTens
                                       std::array<bool, 3> mask) {
   const Call call(offsets, rows, tokens);
   const auto compute = gemm::product_type(grad_out.to(dtype));
-  const Tensor grad = operand_of(grad_out.to(dtype), compute);
+  const Tensor grad = gatherable(grad_out.to(dtype), compute);
   Tensor grad_x, grad_weight;
   if (mask[0]) {
-    const Tensor weights = operand_of(weight, compute);
+    const Tensor weights = readable(weight, compute);
     const auto columns = [&](int64_t e, int64_t first, int64_t last) {
       return weights[e].narrow(1, first, last - first);
     };
@@ -140,7 +140,7 @@ Gradients grouped_linear_backward_cpu(const Tensor& grad_out, const OptionalTens
   }
   if (mask[1]) {
     grad_weight = empty_results(weight.sizes(), weight, weight.scalar_type(), compute);
-    gemm::multiply_by_group(compute, grad_weight, {grad}, call.slots(operand_of(*x, compute)), call.bounds());
+    gemm::multiply_by_group(compute, grad_weight, {grad}, call.slots(gatherable(*x, compute)), call.bounds());
     grad_weight = grad_weight.to(weight.scalar_type());
   }
   return {grad_x, grad_weight, mask[2] ? sum_by_expert(grad, call.bounds()).to(bias_dtype) : Tensor()};

@@ -103,7 +103,7 @@ struct StackOfWeights {
 
  private:
   static Tensor in_order(const Tensor& weight, bool transposed, at::ScalarType compute) {
-    const Tensor read = operand_of(weight, compute);
+    const Tensor read = readable(weight, compute);
     return transposed ? read : read.transpose(1, 2);
   }
 };
@@ -219,7 +219,7 @@ ExpertResults experts_cpu(const ExpertArguments& arguments) {
   };
   const Tensor h = at::empty({order.size(0), gate_up.view.size(2)}, x.options());
   gemm::multiply_slots(
-      compute, h, {operand_of(x, compute), numbers(tokens.rows), true}, numbers(offsets),
+      compute, h, {gatherable(x, compute), numbers(tokens.rows), true}, numbers(offsets),
       [&](int64_t e, int64_t first, int64_t last) { return gate_up.columns(e, first, last); },
       bias(arguments.gate_up_bias));
   const Tensor a = at::empty({order.size(0), down.view.size(1)}, x.options());
@@ -249,12 +249,12 @@ ExpertGradients experts_backward_cpu(const ExpertBackward& arguments) {
   const bool transposed = arguments.options.transposed;
   const Tensor x = as_matrix(arguments.x), h = arguments.hidden;
   const auto compute = gemm::product_type(x), sums = compute_type(x);
-  const Tensor grad = operand_of(as_matrix(arguments.grad).to(x.scalar_type()), compute);
+  const Tensor grad = gatherable(as_matrix(arguments.grad).to(x.scalar_type()), compute);
   const StackOfWeights gate_up(arguments.gate_up, transposed, compute),
       down(arguments.down, transposed, compute);
   const Tokens tokens(arguments.order, arguments.weight, sums);
   const auto offsets = numbers(arguments.offsets);
-  const gemm::Slots inputs{operand_of(x, compute), numbers(tokens.rows), true},
+  const gemm::Slots inputs{gatherable(x, compute), numbers(tokens.rows), true},
       upstream{grad, numbers(tokens.rows), true};
   ExpertGradients gradients;
 

@@ -15,10 +15,15 @@ inline c10::ArrayRef<int64_t> numbers(const at::Tensor& t) {
   return {t.const_data_ptr<int64_t>(), static_cast<size_t>(t.numel())};
 }
 
-/// Returns t with contiguous rows, in a dtype that products of `compute` read: fp64 for fp64, else another.
-inline at::Tensor operand_of(const at::Tensor& t, at::ScalarType compute) {
+/// Returns t in a dtype that products of `compute` read: fp64 for fp64, else another.
+inline at::Tensor readable(const at::Tensor& t, at::ScalarType compute) {
   const bool other = (t.scalar_type() == at::kDouble) != (compute == at::kDouble);
-  const at::Tensor read = other ? t.to(compute) : t;
+  return other ? t.to(compute) : t;
+}
+
+/// Returns readable(t) with contiguous rows, which can be gathered.
+inline at::Tensor gatherable(const at::Tensor& t, at::ScalarType compute) {
+  const at::Tensor read = readable(t, compute);
   return read.stride(-1) == 1 || read.size(-1) == 1 ? read : read.contiguous();
 }
 

@@ -69,3 +69,43 @@ def grouped_linear_reference(
     ]
     y = torch.cat([given.new_zeros(0, weight.shape[1]), *parts])
     return F.pad(y, (0, 0, bounds[0], len(given) - bounds[-1]))
+
+
+def gated(hidden: Tensor, activation: str, limit: float | None, interleaved: bool) -> Tensor:
+    """Return the gated features of experts, in the rounding steps of the models of transformers."""
+    g, u = (hidden[..., ::2], hidden[..., 1::2]) if interleaved else hidden.chunk(2, -1)
+    if limit is not None:
+        g, u = g.clamp(max=limit), u.clamp(-limit, limit)
+    if activation == "swigluoai":
+        return (u + 1) * (g * torch.sigmoid(1.702 * g))
+    if activation == "silu":
+        return F.silu(g) * u
+    return F.gelu(g, approximate="tanh" if activation == "gelu_tanh" else "none") * u
+
+
+def moe_experts_reference(
+    x: Tensor,
+    index: Tensor,
+    weight: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    *,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    activation: str = "silu",
+    limit: float | None = None,
+    interleaved: bool = False,
+    transposed: bool = False,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Compute ``moe_experts`` in plain PyTorch as transformers does by default: a loop over experts, and index_add."""
+    dtype = dtype or x.dtype
+    rows, places, factors = x.flatten(0, -2).to(dtype), index.flatten(0, -2), weight.flatten(0, -2)
+    y = torch.zeros_like(rows)
+    for e in range(len(gate_up)):
+        first, second = ((w[e] if transposed else w[e].t()).to(dtype) for w in (gate_up, down))
+        first_bias, second_bias = (0 if b is None else b[e].to(dtype) for b in (gate_up_bias, down_bias))
+        token, place = (places == e).nonzero(as_tuple=True)
+        a = gated(rows[token] @ first + first_bias, activation, limit, interleaved)
+        y = y.index_add(0, token, (a @ second + second_bias) * factors[token, place, None].to(dtype))
+    return y.view(x.shape)

@@ -1,0 +1,84 @@
+#include "catch.h"
+
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/generated/variable_factories.h>
+
+#include <shoestring/experts/ops.h>
+
+#include "capabilities.h"
+
+using at::Tensor;
+using shoestring::moe_experts;
+using shoestring::MoeExpertsOptions;
+
+namespace {
+
+// Computes two experts of each token, one after the other.
+Tensor by_hand(const Tensor& x, const Tensor& index, const Tensor& weight, const Tensor& gate_up,
+               const Tensor& down, bool oai) {
+  std::vector<Tensor> rows;
+  for (int64_t t = 0; t < x.size(0); ++t) {
+    Tensor sum = at::zeros({x.size(1)}, x.options());
+    for (int64_t k = 0; k < 2; ++k) {
+      const auto e = index[t][k].item<int64_t>();
+      if (e < 0) continue;
+      const Tensor h = at::mv(oai ? gate_up[e].t() : gate_up[e], x[t]);
+      const int64_t half = h.size(0) / 2;
+      const Tensor g = oai ? h.slice(0, 0, {}, 2) : h.narrow(0, 0, half),
+                   u = oai ? h.slice(0, 1, {}, 2) : h.narrow(0, half, half);
+      const Tensor a = oai ? g * at::sigmoid(1.702 * g) * (u + 1) : at::silu(g) * u;
+      sum = sum + weight[t][k] * at::mv(oai ? down[e].t() : down[e], a);
+    }
+    rows.push_back(sum);
+  }
+  return at::stack(rows);
+}
+
+}  // namespace
+
+TEST_CASE("moe_experts has the values and gradients of single experts", "[moe_experts]") {
+  const bool oai = GENERATE(false, true);
+  const auto leaf = [](at::IntArrayRef sizes) {
+    return torch::randn(sizes).mul_(0.3).set_requires_grad(true);
+  };
+  const Tensor x = leaf({5, 9}), weight = leaf({5, 2});
+  const Tensor gate_up = oai ? leaf({4, 9, 14}) : leaf({4, 14, 9}),
+               down = oai ? leaf({4, 7, 9}) : leaf({4, 9, 7});
+  const Tensor index = torch::tensor({0, 3, 1, 0, -1, -1, 3, 1, 0, -1}).view({5, 2});
+  auto options = MoeExpertsOptions();
+  if (oai) options.activation("swigluoai").interleaved(true).transposed(true).limit(100);
+  for_each_capability([&](const char* capability) {
+    CAPTURE(capability);
+    const Tensor ours = moe_experts(x, index, weight, gate_up, down, options),
+                 expected = by_hand(x, index, weight, gate_up, down, oai);
+    CHECK(at::allclose(ours, expected, 1e-4, 1e-5));
+    const std::vector<Tensor> leaves{x, weight, gate_up, down};
+    const auto a = torch::autograd::grad({ours.square().sum()}, leaves),
+               b = torch::autograd::grad({expected.square().sum()}, leaves);
+    for (size_t i = 0; i < leaves.size(); ++i) CHECK(at::allclose(a[i], b[i], 1e-4, 1e-5));
+  });
+}
+
+TEST_CASE("moe_experts passes biases and a dtype", "[moe_experts]") {
+  const Tensor x = torch::randn({3, 4}), index = torch::tensor({0, 1, 0}).view({3, 1}),
+               weight = torch::ones({3, 1});
+  const Tensor gate_up = torch::zeros({2, 6, 4}), down = torch::zeros({2, 4, 3});
+  const Tensor bias = torch::randn({2, 4});
+  const auto options =
+      MoeExpertsOptions().gate_up_bias(torch::randn({2, 6})).down_bias(bias).dtype(at::kBFloat16);
+  const Tensor y = moe_experts(x, index, weight, gate_up, down, options);
+  CHECK(y.scalar_type() == at::kBFloat16);
+  CHECK(at::allclose(y.to(at::kFloat), bias.index_select(0, index.flatten()), 1e-2, 1e-2));
+}
+
+TEST_CASE("moe_experts refuses arguments that do not fit", "[moe_experts]") {
+  const Tensor x = torch::randn({3, 4}), index = torch::zeros({3, 2}, at::kLong),
+               weight = torch::ones({3, 2});
+  const Tensor gate_up = torch::randn({2, 6, 4}), down = torch::randn({2, 4, 3});
+  CHECK_THROWS_WITH(moe_experts(x, index, weight, gate_up, down, MoeExpertsOptions().activation("relu")),
+                    Catch::Contains("moe_experts: activation: expected 'silu', 'gelu', 'gelu_tanh' or"));
+  CHECK_THROWS_WITH(moe_experts(x, index, weight, gate_up, gate_up),
+                    Catch::Contains("moe_experts: down: expected shape [2, 4, 3], received [2, 6, 4]"));
+  CHECK_THROWS_WITH(moe_experts(x, index + 2, weight, gate_up, down),
+                    Catch::Contains("expected values from 0 to 1, or -1 for no expert, received 2"));
+}

@@ -12,6 +12,7 @@ import shoestring
 from operator_cases import Arguments, Draw, Operator, integers, normal
 from operator_tests import OperatorTests
 from references.experts import grouped_linear_reference
+from relative_error import relative_error
 from thread_counts import assert_same_bits
 
 pytestmark = pytest.mark.device
@@ -195,18 +196,28 @@ def test_experts_do_not_change_each_other(capability: str, dtype: torch.dtype) -
 def test_bits_do_not_depend_on_the_number_of_threads(
     backend: str, most: float, refers: bool, dtype: torch.dtype
 ) -> None:
-    """The product of an expert is divided among threads by rows or by columns, with the same bits."""
+    """The product of an expert is divided among threads by rows or by columns, with the same bits.
+
+    An expert has more rows than backward adds at a time.
+    """
     slots, features, out = (40, 33, 48) if backend == "simt" else (900, 130, 1100)
     tokens = slots // 2 if refers else slots
     x, weight = torch.randn(tokens, features).to(dtype), (torch.randn(4, out, features) / 8).to(dtype)
     rows = torch.randint(tokens, (slots,)) if refers else None
     ends = torch.tensor([0.01, 0.01, 0.01 + most, 1.0]).mul(slots).long().clamp(max=slots)
     offsets = torch.cat([torch.ones(1, dtype=torch.int64), ends.clamp(min=1)])
-    for a, b in ((weight, x), (weight.mT.contiguous(), torch.randn(tokens, out).to(dtype))):
-        assert_same_bits(
-            lambda a=a, b=b: results(b, a, offsets, rows=rows, bias=a[:, :, 0]),  # type: ignore[misc]
-            (1, 2, 3, 7, 16, 64) if backend == "cpu" else (1, 2),
-        )
+    counts = (1, 2, 3, 7, 16, 64) if backend == "cpu" else (1, 2)
+    for w, a in ((weight, x), (weight.mT.contiguous(), torch.randn(tokens, out).to(dtype))):
+
+        def run(
+            function: Callable[..., Tensor], w: Tensor = w, a: Tensor = a, dtype: torch.dtype = dtype
+        ) -> list[Tensor]:
+            w, a = w.to(dtype), a.to(dtype)
+            return results(a, w, offsets, rows=rows, bias=w[:, :, 0], function=function)
+
+        ours = assert_same_bits(lambda run=run: run(shoestring.grouped_linear), counts)[0]  # type: ignore[misc]
+        for t, exact in zip(ours, run(grouped_linear_reference, dtype=torch.float64), strict=True):
+            assert relative_error(t, exact) <= 1e-5 + 4 * torch.finfo(dtype).eps
 
 
 STACK = (3, 21, 33)

@@ -2,7 +2,7 @@
 
 // Inline PTX for instructions that CUDA C++ has no function for. The emulator defines the same functions. All
 // except the barriers and ldmatrix need sm_80. Kernels that use instructions of sm_80 also compile for sm_75,
-// but would trap there. The host code of such an operator therefore rejects GPUs below sm_80.
+// but would trap there. The host code of an operator therefore launches no such kernel below sm_80.
 //
 // Layout of the fragments of mma_16x8x16 (A and B in 16 bits) and mma_16x8x8_tf32 (A and B in TF32). With g =
 // lane / 4 and t = lane % 4, each line of the table says which elements a register of a lane holds. The lower

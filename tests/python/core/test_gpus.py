@@ -74,6 +74,15 @@ def test_what_a_gpu_lacks_is_refused_in_words(logged: dict[str, Any]) -> None:
                 assert gpu["capability"] >= 80 or not {x["file"] for x in launches} & NEED_SM_80
 
 
+def test_grouped_linear_multiplies_in_fp32_without_tensor_cores(logged: dict[str, Any]) -> None:
+    """Its kernels of 16 bits are empty on T4."""
+    for gpu in logged["gpus"]:
+        launches = logged["found"][gpu["name"]]["`grouped_linear`"]
+        products = {x["kernel"] for x in launches if x["kernel"].startswith("multiply<")}
+        short = {kernel for kernel in products if not kernel.startswith("multiply<float,")}
+        assert products and bool(short) == (gpu["capability"] >= 80), (gpu["name"], products)
+
+
 def test_every_kernel_file_is_in_the_tables(logged: dict[str, Any]) -> None:
     launched = {
         launch["file"]

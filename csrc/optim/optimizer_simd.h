@@ -208,28 +208,44 @@ SHOESTRING_INLINE void update_block(const OptimizerTensor<Rule>& t, const Optimi
                    block, a.moment[k], a.scale[k], k, t.rule.keeps(k))...);
 }
 
+// Copies the gradient of a block to fp32, adds the accumulated gradient, and clears the latter. The function
+// is not inlined, because the steps of all states and weights share it, and each copy takes long to compile.
+template <class Rule>
+__attribute__((noinline)) void copy_gradient(const OptimizerTensor<Rule>& t,
+                                             const OptimizerArenas<Rule::kMoments>& a, const Block& block,
+                                             int64_t count, float* grad) {
+  load_elements(t.grad_type, element(t.grad, t.grad_type, block.own * kStateBlock), count, grad);
+  if (a.accumulated == nullptr) return;
+  void* sum = element(a.accumulated, a.accumulated_type, block.at * kStateBlock);
+  load_elements<true>(a.accumulated_type, sum, count, grad);
+  __builtin_memset(sum, 0, kStateBlock * size_of(a.accumulated_type));
+}
+
+// Updates a block in the fp32 copies of its weights and gradients. The steps of all weights share this
+// function.
+template <StateType kState, class Rule>
+__attribute__((noinline)) void update_copies(const OptimizerTensor<Rule>& t,
+                                             const OptimizerArenas<Rule::kMoments>& a, const Block& block,
+                                             float* param, const float* grad) {
+  constexpr std::make_integer_sequence<int, Rule::kMoments> kAll;
+  update_block<kState, Plain<Float>>(t, a, block, param, grad, kAll);
+}
+
 // Steps one block through fp32 copies of its weights and gradients, which may have any dtype and rounding
 // mode.
 template <StateType kState, class Weights, class Rule>
 void step_copied(const OptimizerTensor<Rule>& t, const OptimizerArenas<Rule::kMoments>& a,
                  const Block& block) {
-  constexpr std::make_integer_sequence<int, Rule::kMoments> kAll;
   alignas(kBytes) float param[kStateBlock], grad[kStateBlock];
   typename Weights::Type own[kStateBlock] = {};
-  const int64_t begin = block.own * kStateBlock;
   const int64_t count = block.left < kStateBlock ? block.left : kStateBlock;
-  auto* weights = static_cast<typename Weights::Type*>(t.param) + begin;
+  auto* weights = static_cast<typename Weights::Type*>(t.param) + block.own * kStateBlock;
 
-  load_elements(t.grad_type, element(t.grad, t.grad_type, begin), count, grad);
-  if (a.accumulated != nullptr) {
-    void* sum = element(a.accumulated, a.accumulated_type, block.at * kStateBlock);
-    load_elements<true>(a.accumulated_type, sum, count, grad);
-    __builtin_memset(sum, 0, kStateBlock * size_of(a.accumulated_type));
-  }
+  copy_gradient(t, a, block, count, grad);
   __builtin_memcpy(own, weights, count * sizeof *own);
   Weights w(own, block, a.remainder);
   for (int64_t i = 0; i < kStateBlock; i += kLanes) store(param + i, w.load(i));
-  update_block<kState, Plain<Float>>(t, a, block, param, grad, kAll);
+  update_copies<kState>(t, a, block, param, grad);
   for (int64_t i = 0; i < kStateBlock; i += 2 * kLanes) w.store(i, load(param + i), load(param + i + kLanes));
   __builtin_memcpy(weights, own, count * sizeof *own);
 }

@@ -56,6 +56,8 @@ cutlass() {
 
 # A worker that has no tests left takes some of the other's, in their order, so few fixtures of files are made twice.
 tests() { python -m pytest -n 2 --dist worksteal "$@"; }
+# Lists the files that have tests with a mark, because importing all files takes 10 s.
+marked() { grep -rlF --include="test_*.py" "mark.$1" tests/python | sort; }
 suite() {  # SUITE
   case $1 in
     lint) scripts/lint.sh ;;
@@ -68,9 +70,9 @@ suite() {  # SUITE
         first | check) tests --tier=first --fuzz-seconds 8 tests/python tests/docs tests/crash tests/fuzz ;;
         *) tests ${tier:+--tier=second} -m "not alone" ;;
       esac ;;
-    Python-alone) python -m pytest -m alone ;;
+    Python-alone) python -m pytest -m alone $(marked alone) ;;
     # Approximate functions are as wrong as a GPU's may be; the C++ suite runs with exact ones.
-    Python-emulated) SIMT_APPROXIMATE=random OMP_NUM_THREADS=1 tests --backend=simt ;;
+    Python-emulated) SIMT_APPROXIMATE=random OMP_NUM_THREADS=1 tests --backend=simt $(marked device) ;;
     device) PYTHONPATH=tests/device:${PYTHONPATH:-} tests tests/device ;;
     crash | fuzz) tests ${tier:+--tier=second} "tests/$1" ;;
     docs) python -m pytest ${tier:+--tier=second} tests/docs ;;  # one process, which builds the site once

@@ -8,6 +8,7 @@ which all rows have the same weight. With few rows an expert, reading the weight
 
 from __future__ import annotations
 
+import argparse
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -102,9 +103,14 @@ def candidates_of(shape: Shape, dtype: torch.dtype, device: str, backward: bool)
     return {name: (lambda product=product: step(product)) for name, product in products.items()}
 
 
+def more_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--only", default="", help="the shapes whose name contains this text")
+
+
 def main() -> None:
-    options = arguments(__doc__.splitlines()[0], devices=("cpu", "cuda"))
+    options = arguments(__doc__.splitlines()[0], devices=("cpu", "cuda"), more=more_arguments)
     report = Report("grouped linear", options)
+    shapes = [shape for shape in (QUICK if options.quick else SHAPES) if options.only in shape.name]
     device = options.device
 
     def table(title: str, runs: Candidates, work: float, unit: str) -> None:
@@ -113,7 +119,7 @@ def main() -> None:
         report.table(title, interleave(runs, options.repeats, device), work, unit)
 
     dtypes, passes = (torch.float32, torch.bfloat16), (False, True)
-    for shape, dtype, backward in itertools.product(QUICK if options.quick else SHAPES, dtypes, passes):
+    for shape, dtype, backward in itertools.product(shapes, dtypes, passes):
         runs = candidates_of(shape, dtype, device, backward)
         what = "forward + backward" if backward else "forward"
         title = (

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -85,6 +86,18 @@ def seed(request: pytest.FixtureRequest) -> int:
     torch.manual_seed(value)
     print(f"--seed={value}")
     return value
+
+
+@pytest.fixture
+def blank_images() -> Iterator[pytest.MonkeyPatch]:
+    """Leave the images of reports blank. A test that looks at one calls ``undo()`` of the result first."""
+    from matplotlib.figure import Figure
+
+    from blank_images import save_blank
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Figure, "savefig", save_blank)
+        yield patch
 
 
 def run_fresh(config: pytest.Config, items: list[pytest.Item]) -> dict[str, str]:

@@ -28,8 +28,6 @@ from cpp_examples import ENVIRONMENT, build_example, learnable_tokens, token_fil
 STEPS = ["--steps", "10", "--checkpoint-every", "1"]
 SMALL = ["--layers", "2", "--hidden", "128", "--heads", "2", "--kv-heads", "2", "--batch-size", "4", "--threads", "1",
          "--seq-len", "32", "--steps", "40", "--checkpoint-every", "1"]  # fmt: skip
-# Training runs in this test draw no picture for their report, because drawing takes longer than the training.
-NO_PICTURE = "from shoestring.training.report import write; write.draw_run = lambda run: b''"
 PROGRAMS = ("train", "finetune", "finetune --baseline", "train_gpt")
 
 
@@ -101,7 +99,7 @@ def program(request: pytest.FixtureRequest, commands: Commands, inputs: Path) ->
         arguments += ["--baseline", "--quantize", "none"]
     result = "model" if name == "train" else "adapter"
     return Program(
-        lambda out, log: commands.start(*arguments, "--out", out, "--resume", log=log, code=NO_PICTURE),
+        lambda out, log: commands.start(*arguments, "--out", out, "--resume", log=log),
         commands.wait,
         lambda out: sorted((out / result).glob("*.safetensors")),
         "checkpoints/*.partial",

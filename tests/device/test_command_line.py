@@ -13,6 +13,8 @@ from cli_helpers import TINY, TUNE, assert_same_weights, losses, refuse, succeed
 from shoestring.integrations.transformers.products import Products
 from shoestring.training.run.loop import Trainer
 
+pytestmark = pytest.mark.usefixtures("blank_images")
+
 TRAIN = [
     (),
     ("--offload", "stream", "--activations", "offload", "--optimizer-state", "8bit"),

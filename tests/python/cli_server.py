@@ -2,7 +2,7 @@
 
 A server process imports PyTorch, Transformers and shoestring's command line once, and forks for every
 command. The server has no threads, because forking a process with threads is unsafe. Each command runs in a
-real process, so tests can race, interrupt and kill it.
+real process, so tests can race, interrupt and kill it. The images of its report are blank.
 """
 
 from __future__ import annotations
@@ -91,18 +91,25 @@ def wait_for(condition: Callable[[], Any], seconds: float = 60) -> Any:
 
 
 def _serve() -> None:
+    import gc
+
     import matplotlib.backends.backend_agg
-    import matplotlib.figure  # noqa: F401
+    import matplotlib.figure
     import peft  # noqa: F401
     import torch
     import transformers.conversion_mapping  # noqa: F401
 
+    from blank_images import save_blank
     from shoestring.cli import finetune, train  # noqa: F401
     from shoestring.cli.app import main
     from shoestring.training import memory
 
     torch.set_num_threads(1)
     memory.import_models()
+    matplotlib.figure.Figure.savefig = save_blank
+    # Commands collect garbage several times, which takes 0.3 s with the objects of these libraries.
+    gc.collect()
+    gc.freeze()
     for line in sys.stdin:
         request = json.loads(line)
         if "wait" in request:

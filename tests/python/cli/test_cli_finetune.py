@@ -25,6 +25,8 @@ from cli_helpers import (
 )
 from shoestring.training.run import digests, loop
 
+pytestmark = pytest.mark.usefixtures("blank_images")
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -21,6 +21,8 @@ from cli_helpers import TINY, TUNE, losses, refuse, succeed, text, weights
 from cli_server import Commands
 from shoestring.files.atomic import PARTIAL
 
+pytestmark = pytest.mark.usefixtures("blank_images")
+
 STEPS = [
     "--accumulate",
     "4",

@@ -22,6 +22,8 @@ from shoestring.training.report.plots import megabytes
 from shoestring.training.run import loop, plan
 from shoestring.training.run.folder import next_budget
 
+pytestmark = pytest.mark.usefixtures("blank_images")
+
 STEPS = ["--steps", 6, "--checkpoint-every", 3, "--eval-every", 100, "--val-fraction", 0]
 
 FREE = ["--device-memory", "free"]
@@ -131,8 +133,13 @@ def test_options_that_are_given_stay(data: Path, model: Path, tmp_path: Path) ->
 
 
 def test_plan_prints_a_plan_and_trains_nothing(
-    data: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    data: Path,
+    model: Path,
+    tmp_path: Path,
+    blank_images: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    blank_images.undo()
     tune = [*TUNE, "--model", model, "--data", data, "--device-memory", "free"]
     before = set(tmp_path.iterdir())
     succeed("plan", *tune, "--plot", tmp_path / "plan.png", "--json", tmp_path / "plan.json")

@@ -14,6 +14,7 @@ import shoestring
 from cli_helpers import TINY, TUNE, assert_same_weights, losses, refuse, succeed, text, write_jsonl
 from cli_server import Commands
 
+pytestmark = pytest.mark.usefixtures("blank_images")
 STEPS = ["--steps", 6, "--checkpoint-every", 3, "--eval-every", 3, "--device", "cpu"]
 FREE = ["--device-memory", "free"]
 WORLD = ["--world", 2, "--link", "10Gbit,50us"]

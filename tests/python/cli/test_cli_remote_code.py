@@ -17,6 +17,8 @@ from cli_helpers import TUNE, refuse, succeed, text
 from shoestring import load_quantized
 from shoestring.data.tokenizer import train_bpe
 
+pytestmark = pytest.mark.usefixtures("blank_images")
+
 MARK = "import os, pathlib; pathlib.Path(os.environ['SHOESTRING_TEST_MARK']).touch()\n"
 CONFIGURATION = """
 from transformers import LlamaConfig

@@ -28,6 +28,8 @@ from shoestring.training.optimizers import trained as trained_of
 from shoestring.training.options import LOW_RANK
 from shoestring.training.run.models import build_llama, fused_loss
 
+pytestmark = pytest.mark.usefixtures("blank_images")
+
 ELEMENTWISE = [name for name in OPTIMIZERS if name not in LOW_RANK]
 STATES = ("8bit", "4bit", "bf16", "fp32")
 

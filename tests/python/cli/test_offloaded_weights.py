@@ -25,6 +25,8 @@ from shoestring.training.estimate.step import estimate
 from shoestring.training.run import loop
 from shoestring.training.run.models import build_llama, fused_loss
 
+pytestmark = pytest.mark.usefixtures("blank_images")
+
 LAYERS = 4
 FULL = ["--full", "--step-in-backward"]
 REMAINDER = [*FULL, "--precision", "bf16", "--weights", "bf16-remainder", "--offload", "stream"]

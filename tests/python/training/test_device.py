@@ -25,6 +25,8 @@ from shoestring.training.run import loop
 from shoestring.training.run.device import check_precision, find_device
 from shoestring.training.run.readings import Readings
 
+pytestmark = pytest.mark.usefixtures("blank_images")
+
 
 def accelerator(monkeypatch: pytest.MonkeyPatch, kind: str, count: int, current: int = 0) -> None:
     """Let PyTorch report ``count`` accelerators of a kind."""
@@ -365,8 +367,9 @@ def test_the_time_that_steps_wait_for_data_is_reported(
     assert f"waited for data {sum(waited):.2f} s of {summary['seconds']:.0f} s" in report
 
 
-def test_report_of_a_run_on_a_device(data: Path, tmp_path: Path) -> None:
+def test_report_of_a_run_on_a_device(data: Path, tmp_path: Path, blank_images: pytest.MonkeyPatch) -> None:
     """The report of a run on an accelerator has its peaks, and those of the process beside it."""
+    blank_images.undo()
     run = tmp_path / "run"
     succeed(*command("train", data, run))
     assert '<th scope="row">peak of the process<' in (run / "report.html").read_text()

@@ -18,6 +18,8 @@ from cli_server import Commands, wait_for
 from shoestring.training.run import signals
 from shoestring.training.run.checkpoint import checkpoints, step_of
 
+pytestmark = pytest.mark.usefixtures("blank_images")
+
 # Python code that replaces a method. The new method creates a file, and waits until the test has sent a
 # signal and removed this file.
 PAUSE = """

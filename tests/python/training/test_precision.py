@@ -27,6 +27,8 @@ from shoestring.training.run.models import build_llama, fused_loss
 from shoestring.training.run.precision import Trial, choose_precision, planned_in_precision
 from shoestring.training.run.processes import Processes
 
+pytestmark = pytest.mark.usefixtures("blank_images")
+
 Runner = Callable[..., Trial]
 
 

@@ -17,6 +17,8 @@ from file_limit import file_limit
 from shoestring.files.atomic import disk_error
 from shoestring.training.run.checkpoint import CHECKSUMS, checkpoints
 
+pytestmark = pytest.mark.usefixtures("blank_images")
+
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:

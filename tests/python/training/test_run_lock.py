@@ -19,6 +19,8 @@ from cli_server import Commands, wait_for
 from shoestring.core.errors import InputError
 from shoestring.files.lock import LOCK, locked
 
+pytestmark = pytest.mark.usefixtures("blank_images")
+
 STEPS = ["--steps", "6", "--checkpoint-every", "2", "--baseline"]
 # Python code that patches Trainer.fit to create the file "held", and to wait until the test removes that
 # file.

@@ -17,6 +17,8 @@ from shoestring.training.config import QUANTIZE
 from shoestring.training.optimizers import OPTIMIZERS
 from shoestring.training.run.models import check_model_directory, load_model, plain_loss
 
+pytestmark = pytest.mark.usefixtures("blank_images")
+
 STEPS = ["--steps", "5", "--eval-every", "2", "--lr", "2e-2", "--eval-batches", "9", "--batch-size", "4"]
 HELD_OUT = ["--val-fraction", "0.05"]
 

@@ -1,5 +1,7 @@
 // grouped_linear on CUDA. The offsets and rows stay on the GPU, so nothing waits for it.
 
+#include "experts/grouped_linear_cuda.h"
+
 #include <algorithm>
 #include <array>
 #include <tuple>
@@ -8,22 +10,27 @@
 #include <torch/library.h>
 
 #include "core/cuda.h"
-#include "core/tensors.h"
 #include "experts/grouped_linear.h"
-#include "experts/grouped_linear_table.h"
 
 namespace shoestring::experts {
-namespace {
 
 using kernels::GroupedLinearCuda;
-using kernels::GroupedMatrix;
 using kernels::GroupedProduct;
 using kernels::GroupedSlots;
+using kernels::GroupedSums;
 
-// The gradient of x comes from the products of all slots with some columns of the weights, a multiple of this
-// number. The products take at most as much memory as the upstream gradient, if that has enough for one
-// multiple.
+namespace {
+
+// The kernels multiply at least so many columns at once, and a multiple of this number, so that copies are
+// aligned and full.
 constexpr int64_t kProductColumns = 128;
+
+// Returns the dtype in which kernels write a result that shall have the dtype `wanted`.
+at::ScalarType grouped_result_type(at::ScalarType operands, at::ScalarType wanted) {
+  return wanted == operands ? wanted : grouped_sum_type(operands);
+}
+
+}  // namespace
 
 const GroupedLinearCuda::Kernels& grouped_kernels(at::ScalarType type) {
   const auto& k = cuda::table<GroupedLinearCuda>(kGroupedLinearOp);
@@ -33,7 +40,6 @@ const GroupedLinearCuda::Kernels& grouped_kernels(at::ScalarType type) {
                                  : k.of_fp16;
 }
 
-// Returns the dtype of the operands: fp32 instead of 16 bits if the GPU has no tensor cores for these.
 at::ScalarType grouped_operand_type(at::ScalarType type) {
   if (type == at::kFloat || type == at::kDouble) return type;
   bool result = false;
@@ -41,44 +47,66 @@ at::ScalarType grouped_operand_type(at::ScalarType type) {
   return result ? type : at::kFloat;
 }
 
-at::ScalarType grouped_sum_type(at::ScalarType operands) {
-  return operands == at::kDouble ? at::kDouble : at::kFloat;
-}
-
-// Returns the dtype in which kernels write a result that shall have the dtype `wanted`.
-at::ScalarType grouped_result_type(at::ScalarType operands, at::ScalarType wanted) {
-  return wanted == operands ? wanted : grouped_sum_type(operands);
-}
-
-Tensor grouped_operand(const Tensor& t, at::ScalarType type) {
-  const Tensor converted = t.to(type);
-  return converted.stride(-1) == 1 ? converted : converted.contiguous();
-}
-
-GroupedMatrix grouped_matrix(const Tensor& t) {
-  return {t.const_data_ptr(), t.stride(-2), t.dim() == 3 ? t.stride(0) : 0};
-}
-
-// The slots of a call. The tensors must live until the launches.
-struct CudaSlots {
-  CudaSlots(const Tensor& offsets, const OptionalTensor& rows, int64_t tokens)
-      : offsets(offsets.contiguous()), rows(rows.has_value() ? rows->contiguous() : Tensor()),
-        tokens(tokens) {}
-
-  // Slots that refer to rows of x, and slots that are rows.
-  GroupedSlots referring() const {
-    GroupedSlots slots = plain();
-    if (rows.defined()) slots.rows = rows.const_data_ptr<int64_t>();
-    return slots;
+void multiply_slots(const GroupedSlots& slots, const Tensor& a, const GroupedFactor& factor,
+                    const Tensor& bias, const Tensor& out) {
+  GroupedProduct p{slots, grouped_matrix(a), grouped_matrix(factor.stack)};
+  p.columns = factor.columns();
+  p.depth = factor.depth();
+  if (bias.defined()) {
+    p.bias = bias.const_data_ptr();
+    p.bias_group = bias.stride(0);
   }
-  GroupedSlots plain() const {
-    return {offsets.const_data_ptr<int64_t>(), nullptr, offsets.size(0) - 1, count(), tokens};
-  }
-  int64_t count() const { return rows.defined() ? rows.size(0) : tokens; }
+  p.out = out.mutable_data_ptr();
+  p.out_row = out.stride(0);
+  p.wide = out.scalar_type() != a.scalar_type();
+  const auto& k = grouped_kernels(a.scalar_type());
+  check_launch(kGroupedLinearOp, (factor.depth_first ? k.input : k.forward)(p, stream_of(a)));
+}
 
-  Tensor offsets, rows;
-  int64_t tokens;
-};
+void sum_products(const GroupedSlots& slots, const Tensor& a, const GroupedFactor& factor, const Tensor& bias,
+                  const GroupedSums& sums, int64_t width, const Tensor& out) {
+  const int64_t columns = factor.columns();
+  width = std::min(std::max<int64_t>(width / kProductColumns, 1) * kProductColumns, (columns + 3) / 4 * 4);
+  const Tensor products =
+      at::empty({slots.slots, width}, a.options().dtype(grouped_sum_type(a.scalar_type())));
+  const auto collect = grouped_kernels(out.scalar_type()).collect;
+  for (int64_t first = 0; first < columns; first += width) {
+    const int64_t count = std::min(width, columns - first);
+    multiply_slots(slots, a, factor.narrow(first, count),
+                   bias.defined() ? bias.narrow(1, first, count) : Tensor(), products);
+    const Tensor part = out.narrow(1, first, count);
+    check_launch(kGroupedLinearOp, collect(grouped_matrix(products), sums, out.size(0), count,
+                                           part.mutable_data_ptr(), part.stride(0), stream_of(a)));
+  }
+}
+
+Tensor add_products(const GroupedSlots& slots, const Tensor& a, const Tensor& b, bool turned,
+                    const Tensor& weight) {
+  const auto operands = a.scalar_type(), written = grouped_result_type(operands, weight.scalar_type());
+  const Tensor sums = at::empty(weight.sizes(), a.options().dtype(written));
+  GroupedProduct p{slots, grouped_matrix(a), grouped_matrix(b)};
+  p.height = weight.size(1);
+  p.columns = weight.size(2);
+  p.out = sums.mutable_data_ptr();
+  p.out_row = p.columns;
+  p.out_group = p.height * p.columns;
+  p.wide = written != operands;
+  p.turned = turned;
+  check_launch(kGroupedLinearOp, grouped_kernels(operands).weight(p, stream_of(a)));
+  return sums.to(weight.scalar_type());
+}
+
+Tensor add_rows(const GroupedSlots& slots, const Tensor& a, bool refer, const Tensor& scale) {
+  const auto operands = a.scalar_type();
+  const Tensor sums = at::empty({slots.groups, a.size(1)}, a.options().dtype(grouped_sum_type(operands)));
+  check_launch(kGroupedLinearOp,
+               grouped_kernels(operands).sum(slots, grouped_matrix(a), a.size(1), refer,
+                                             scale.defined() ? scale.const_data_ptr() : nullptr,
+                                             sums.mutable_data_ptr(), stream_of(a)));
+  return sums;
+}
+
+namespace {
 
 Tensor grouped_linear_cuda(const Tensor& x, const Tensor& weight, const Tensor& offsets,
                            const OptionalTensor& rows, const OptionalTensor& bias, OptionalType dtype) {
@@ -86,80 +114,32 @@ Tensor grouped_linear_cuda(const Tensor& x, const Tensor& weight, const Tensor& 
   const c10::OptionalDeviceGuard guard(x.device());
   const auto type = dtype.value_or(x.scalar_type()), operands = grouped_operand_type(type);
   const CudaSlots slots(offsets, rows, x.size(0));
-  const Tensor a = grouped_operand(x.to(type), operands), b = grouped_operand(weight, operands);
-  const Tensor added = bias.has_value() ? bias->to(grouped_sum_type(operands)).contiguous() : Tensor();
+  const Tensor a = grouped_operand(x.to(type), operands);
   const Tensor out = at::empty({slots.count(), weight.size(1)}, a.options());
-  GroupedProduct p{slots.referring(), grouped_matrix(a), grouped_matrix(b)};
-  p.columns = weight.size(1);
-  p.depth = weight.size(2);
-  p.bias = added.defined() ? added.const_data_ptr() : nullptr;
-  p.out = out.mutable_data_ptr();
-  p.out_row = p.columns;
-  check_launch(kGroupedLinearOp, grouped_kernels(operands).forward(p, stream_of(x)));
+  multiply_slots(slots.referring(), a, {grouped_operand(weight, operands)},
+                 bias.has_value() ? bias->to(grouped_sum_type(operands)).contiguous() : Tensor(), out);
   return out.to(type);
 }
 
-// Computes the sum over the slots of each row of x, in the order of the slots.
-void sum_by_row(const CudaSlots& slots, const Tensor& grad, const Tensor& weight, const Tensor& grad_x) {
-  const auto operands = grad.scalar_type();
+// Computes the sum over the slots of each row of x, in the order of the slots. The products take at most as
+// much memory as the upstream gradient, if that has enough for one step of the kernels.
+void sum_by_row(const CudaSlots& slots, const Tensor& grad, const GroupedFactor& weight,
+                const Tensor& grad_x) {
   const auto [sorted, order] = at::sort(slots.rows, /*stable=*/true, /*dim=*/0, /*descending=*/false);
   const Tensor starts = at::searchsorted(sorted, at::arange(slots.tokens + 1, sorted.options()));
-  const auto options = grad.options().dtype(grouped_sum_type(operands));
-  const int64_t columns = weight.size(2), depth = weight.size(1);
-  const int64_t fitting = depth * grad.element_size() / static_cast<int64_t>(options.dtype().itemsize());
-  const int64_t width =
-      std::min(std::max<int64_t>(fitting / kProductColumns, 1) * kProductColumns, (columns + 3) / 4 * 4);
-  const Tensor products = at::empty({slots.count(), width}, options);
-  const auto& k = grouped_kernels(operands);
-  const auto collect = grouped_kernels(grad_x.scalar_type()).collect;
-  void* stream = stream_of(grad);
-  for (int64_t first = 0; first < columns; first += width) {
-    const Tensor b = weight.narrow(2, first, std::min(width, columns - first));
-    GroupedProduct p{slots.plain(), grouped_matrix(grad), grouped_matrix(b)};
-    p.columns = b.size(2);
-    p.depth = depth;
-    p.out = products.mutable_data_ptr();
-    p.out_row = width;
-    p.wide = true;
-    check_launch(kGroupedLinearOp, k.input(p, stream));
-    const Tensor part = grad_x.narrow(1, first, p.columns);
-    check_launch(kGroupedLinearOp, collect(grouped_matrix(products), order.const_data_ptr<int64_t>(),
-                                           starts.const_data_ptr<int64_t>(), slots.tokens, p.columns,
-                                           part.mutable_data_ptr(), part.stride(0), stream));
-  }
+  GroupedSums sums{order.const_data_ptr<int64_t>()};
+  sums.starts = starts.const_data_ptr<int64_t>();
+  const auto of_sum = static_cast<int64_t>(c10::elementSize(grouped_sum_type(grad.scalar_type())));
+  sum_products(slots.plain(), grad, weight, {}, sums, grad.size(1) * grad.element_size() / of_sum, grad_x);
 }
 
-Tensor grouped_grad_x(const CudaSlots& slots, const Tensor& grad, const Tensor& weight,
+Tensor grouped_grad_x(const CudaSlots& slots, const Tensor& grad, const GroupedFactor& weight,
                       at::ScalarType x_dtype) {
-  const auto operands = grad.scalar_type(), written = grouped_result_type(operands, x_dtype);
-  const Tensor grad_x = at::empty({slots.tokens, weight.size(2)}, grad.options().dtype(written));
-  if (slots.rows.defined()) {
-    sum_by_row(slots, grad, weight, grad_x);
-    return grad_x.to(x_dtype);
-  }
-  GroupedProduct p{slots.plain(), grouped_matrix(grad), grouped_matrix(weight)};
-  p.columns = weight.size(2);
-  p.depth = weight.size(1);
-  p.out = grad_x.mutable_data_ptr();
-  p.out_row = p.columns;
-  p.wide = written != operands;
-  check_launch(kGroupedLinearOp, grouped_kernels(operands).input(p, stream_of(grad)));
+  const auto written = grouped_result_type(grad.scalar_type(), x_dtype);
+  const Tensor grad_x = at::empty({slots.tokens, weight.columns()}, grad.options().dtype(written));
+  slots.rows.defined() ? sum_by_row(slots, grad, weight, grad_x)
+                       : multiply_slots(slots.plain(), grad, weight, {}, grad_x);
   return grad_x.to(x_dtype);
-}
-
-Tensor grouped_grad_weight(const CudaSlots& slots, const Tensor& grad, const Tensor& x,
-                           const Tensor& weight) {
-  const auto operands = grad.scalar_type(), written = grouped_result_type(operands, weight.scalar_type());
-  const Tensor grad_weight = at::empty(weight.sizes(), grad.options().dtype(written));
-  GroupedProduct p{slots.referring(), grouped_matrix(grad), grouped_matrix(x)};
-  p.height = weight.size(1);
-  p.columns = weight.size(2);
-  p.out = grad_weight.mutable_data_ptr();
-  p.out_row = p.columns;
-  p.out_group = p.height * p.columns;
-  p.wide = written != operands;
-  check_launch(kGroupedLinearOp, grouped_kernels(operands).weight(p, stream_of(grad)));
-  return grad_weight.to(weight.scalar_type());
 }
 
 GroupedGradients grouped_linear_backward_cuda(const Tensor& grad_out, const OptionalTensor& x,
@@ -172,15 +152,11 @@ GroupedGradients grouped_linear_backward_cuda(const Tensor& grad_out, const Opti
   const CudaSlots slots(offsets, rows, tokens);
   const Tensor grad = grouped_operand(grad_out.to(dtype), operands);
   GroupedGradients found;
-  if (mask[0]) std::get<0>(found) = grouped_grad_x(slots, grad, grouped_operand(weight, operands), x_dtype);
-  if (mask[1]) std::get<1>(found) = grouped_grad_weight(slots, grad, grouped_operand(*x, operands), weight);
-  if (!mask[2]) return found;
-  const Tensor sums =
-      at::empty({slots.plain().groups, grad.size(1)}, grad.options().dtype(grouped_sum_type(operands)));
-  check_launch(kGroupedLinearOp,
-               grouped_kernels(operands).sum(slots.referring(), grouped_matrix(grad), grad.size(1),
-                                             sums.mutable_data_ptr(), stream_of(grad)));
-  std::get<2>(found) = sums.to(bias_dtype);
+  if (mask[0])
+    std::get<0>(found) = grouped_grad_x(slots, grad, {grouped_operand(weight, operands), true}, x_dtype);
+  if (mask[1])
+    std::get<1>(found) = add_products(slots.referring(), grad, grouped_operand(*x, operands), false, weight);
+  if (mask[2]) std::get<2>(found) = add_rows(slots.referring(), grad).to(bias_dtype);
   return found;
 }
 

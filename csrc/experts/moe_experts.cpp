@@ -12,13 +12,13 @@
 
 #include <ATen/Functions.h>
 #include <ATen/Parallel.h>
-#include <c10/core/DeviceGuard.h>
 
 #include <shoestring/experts/ops.h>
 
 #include "core/call.h"
 #include "core/tensors.h"
 #include "core/threads.h"
+#include "experts/moe_gate_double.h"
 #include "experts/slots.h"
 #include "gemm/products.h"
 
@@ -84,6 +84,15 @@ void ExpertArguments::check() const {
   if (down_bias.has_value()) fits("down_bias", *down_bias, {experts, features});
 }
 
+ExpertSlots ExpertArguments::sorted() const {
+  static auto sort = find<ExpertSlots(const Tensor&, int64_t)>("shoestring::moe_sort");
+  return sort.call(index, gate_up.size(0));
+}
+
+ExpertTokens::ExpertTokens(const Tensor& order, const Tensor& weight, at::ScalarType sums)
+    : rows(at::floor_divide(order, weight.size(-1))),
+      scale(weight.reshape({-1}).to(sums).index_select(0, order)) {}
+
 namespace {
 
 // A stack of weights as (experts, in_features, out_features).
@@ -117,40 +126,6 @@ const kernels::GateRows& cpu_gate_rows(const Tensor& h) {
                                             : table.of_fp16;
 }
 
-// The gate in fp64, with PyTorch's operators, for gradient checks.
-struct GateInDouble {
-  GateInDouble(const Gate& gate, const Tensor& h) : gate(gate) {
-    const int64_t half = h.size(1) / 2;
-    given_g = gate.interleaved ? h.slice(1, 0, {}, 2) : h.narrow(1, 0, half);
-    given_u = gate.interleaved ? h.slice(1, 1, {}, 2) : h.narrow(1, half, half);
-    const bool oai = gate.kind == GateKind::kSwigluOai;
-    const double limit = gate.limit, alpha = oai ? 1.702 : 1;
-    const Tensor g = given_g.clamp_max(limit);
-    up = given_u.clamp(-limit, limit) + (oai ? 1 : 0);
-    if (gate.kind == GateKind::kGelu || gate.kind == GateKind::kGeluTanh) {
-      const char* approximate = gate.kind == GateKind::kGelu ? "none" : "tanh";
-      value = at::gelu(g, approximate);
-      slope = at::gelu_backward(at::ones_like(g), g, approximate);
-    } else {
-      const Tensor s = at::sigmoid(alpha * g);
-      value = g * s;
-      slope = s + alpha * g * s * (1 - s);
-    }
-  }
-  Tensor forward() const { return value * up; }
-  // Writes to grad_h. upstream: the gradient of the product.
-  void backward(const Tensor& upstream, const Tensor& grad_h) const {
-    const int64_t half = grad_h.size(1) / 2;
-    Tensor to_g = gate.interleaved ? grad_h.slice(1, 0, {}, 2) : grad_h.narrow(1, 0, half);
-    Tensor to_u = gate.interleaved ? grad_h.slice(1, 1, {}, 2) : grad_h.narrow(1, half, half);
-    to_g.copy_((upstream * up * slope).masked_fill(given_g.gt(gate.limit), 0));
-    to_u.copy_((upstream * value).masked_fill(given_u.abs().gt(gate.limit), 0));
-  }
-
-  Gate gate;
-  Tensor given_g, given_u, up, value, slope;
-};
-
 char* row_of(const Tensor& t, int64_t row) {
   return static_cast<char*>(t.mutable_data_ptr()) + row * t.stride(0) * t.element_size();
 }
@@ -158,7 +133,7 @@ char* row_of(const Tensor& t, int64_t row) {
 // Writes the gated features of the first `slots` rows of h to a.
 void gate_rows(const Gate& gate, const Tensor& h, int64_t slots, const Tensor& a) {
   if (h.scalar_type() == at::kDouble) {
-    a.narrow(0, 0, slots).copy_(GateInDouble(gate, h.narrow(0, 0, slots)).forward());
+    gate_in_double(gate, h.narrow(0, 0, slots), a.narrow(0, 0, slots));
     return;
   }
   const auto& kernels = cpu_gate_rows(h);
@@ -172,12 +147,9 @@ Tensor gate_rows_backward(const Gate& gate, const Tensor& h, const Tensor& scale
                           const Tensor& grad, const Tensor& grad_h) {
   const Tensor along = at::zeros({grad.size(0)}, scale.options());
   if (h.scalar_type() == at::kDouble) {
-    const GateInDouble of(gate, h.narrow(0, 0, slots));
-    Tensor part = grad.narrow(0, 0, slots);
-    const Tensor product = of.forward(), factor = scale.narrow(0, 0, slots).unsqueeze(1);
-    along.narrow(0, 0, slots).copy_((part * product).sum(1));
-    of.backward(factor * part, grad_h.narrow(0, 0, slots));
-    part.copy_(factor * product);
+    along.narrow(0, 0, slots)
+        .copy_(gate_backward_in_double(gate, h.narrow(0, 0, slots), scale.narrow(0, 0, slots),
+                                       grad.narrow(0, 0, slots), grad_h.narrow(0, 0, slots)));
     return along;
   }
   const auto& kernels = cpu_gate_rows(h);
@@ -195,25 +167,15 @@ Tensor gate_rows_backward(const Gate& gate, const Tensor& h, const Tensor& scale
 
 // ---- the operators on the CPU
 
-// The tokens of the slots, and their weights.
-struct Tokens {
-  Tokens(const Tensor& order, const Tensor& weight, at::ScalarType sums)
-      : rows(at::floor_divide(order, weight.size(-1))),
-        scale(weight.reshape({-1}).to(sums).index_select(0, order)) {}
-
-  Tensor rows, scale;
-};
-
 ExpertResults experts_cpu(const ExpertArguments& arguments) {
   arguments.check();
-  static auto sort = find<std::tuple<Tensor, Tensor, Tensor>(const Tensor&, int64_t)>("shoestring::moe_sort");
-  const auto [order, inverse, offsets] = sort.call(arguments.index, arguments.gate_up.size(0));
+  const auto [order, inverse, offsets] = arguments.sorted();
   const Tensor x = as_matrix(arguments.x).to(arguments.type());
   const auto compute = gemm::product_type(x), sums = compute_type(x);
   const ExpertOptions& options = arguments.options;
   const StackOfWeights gate_up(arguments.gate_up, options.transposed, compute),
       down(arguments.down, options.transposed, compute);
-  const Tokens tokens(order, arguments.weight, sums);
+  const ExpertTokens tokens(order, arguments.weight, sums);
   const auto bias = [&](const OptionalTensor& b) {
     return b.has_value() ? b->to(sums).contiguous() : Tensor();
   };
@@ -252,7 +214,7 @@ ExpertGradients experts_backward_cpu(const ExpertBackward& arguments) {
   const Tensor grad = gatherable(as_matrix(arguments.grad).to(x.scalar_type()), compute);
   const StackOfWeights gate_up(arguments.gate_up, transposed, compute),
       down(arguments.down, transposed, compute);
-  const Tokens tokens(arguments.order, arguments.weight, sums);
+  const ExpertTokens tokens(arguments.order, arguments.weight, sums);
   const auto offsets = numbers(arguments.offsets);
   const gemm::Slots inputs{gatherable(x, compute), numbers(tokens.rows), true},
       upstream{grad, numbers(tokens.rows), true};
@@ -291,27 +253,6 @@ ExpertGradients experts_backward_cpu(const ExpertBackward& arguments) {
 }
 
 // ---- registration
-
-using Stack = torch::jit::Stack;
-
-template <ExpertResults (*run)(const ExpertArguments&), bool kAll>
-void forward(const c10::OperatorHandle&, Stack* stack) {
-  const auto arguments = read_fields<ExpertArguments>(*stack);
-  const c10::OptionalDeviceGuard guard(arguments.x.device());
-  const ExpertResults results = run(arguments);
-  torch::jit::drop(*stack, count_of<ExpertArguments>());
-  kAll ? push_fields(*stack, results) : torch::jit::push(*stack, results.out);
-}
-
-template <ExpertGradients (*run)(const ExpertBackward&)>
-void backward(const c10::OperatorHandle&, Stack* stack) {
-  const auto arguments = read_fields<ExpertBackward>(*stack);
-  const c10::OptionalDeviceGuard guard(arguments.x.device());
-  ExpertGradients gradients = run(arguments);
-  fill_gradients(gradients.all, arguments.x);
-  torch::jit::drop(*stack, count_of<ExpertBackward>());
-  push_fields(*stack, gradients);
-}
 
 ExpertResults experts_meta(const ExpertArguments& arguments) {
   arguments.check();
@@ -363,14 +304,14 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
           .c_str());
 }
 TORCH_LIBRARY_IMPL(shoestring, CPU, m) {
-  m.impl("moe_experts", boxed<&forward<experts_cpu, false>>());
-  m.impl("_moe_experts", boxed<&forward<experts_cpu, true>>());
-  m.impl("_moe_experts_backward", boxed<&backward<experts_backward_cpu>>());
+  m.impl("moe_experts", boxed<&expert_forward<experts_cpu, false>>());
+  m.impl("_moe_experts", boxed<&expert_forward<experts_cpu, true>>());
+  m.impl("_moe_experts_backward", boxed<&expert_backward<experts_backward_cpu>>());
 }
 TORCH_LIBRARY_IMPL(shoestring, Meta, m) {
-  m.impl("moe_experts", boxed<&forward<experts_meta, false>>());
-  m.impl("_moe_experts", boxed<&forward<experts_meta, true>>());
-  m.impl("_moe_experts_backward", boxed<&backward<experts_backward_meta>>());
+  m.impl("moe_experts", boxed<&expert_forward<experts_meta, false>>());
+  m.impl("_moe_experts", boxed<&expert_forward<experts_meta, true>>());
+  m.impl("_moe_experts_backward", boxed<&expert_backward<experts_backward_meta>>());
 }
 
 }  // namespace

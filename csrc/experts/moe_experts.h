@@ -5,8 +5,10 @@
 #include <array>
 #include <optional>
 #include <string>
+#include <tuple>
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/DeviceGuard.h>
 
 #include "core/arguments.h"
 #include "experts/moe_gate_table.h"
@@ -35,6 +37,9 @@ struct ExpertOptions {
   kernels::Gate gate() const;
 };
 
+/// The results of moe_sort: order, inverse and offsets.
+using ExpertSlots = std::tuple<Tensor, Tensor, Tensor>;
+
 struct ExpertArguments {
   Tensor x{}, index{}, weight{}, gate_up{}, down{};
   OptionalTensor gate_up_bias{}, down_bias{};
@@ -56,6 +61,14 @@ struct ExpertArguments {
   }
   at::ScalarType type() const { return dtype.value_or(x.scalar_type()); }
   void check() const;
+  /// Sorts the slots by their experts.
+  ExpertSlots sorted() const;
+};
+
+/// The token of each slot, in the order of moe_sort, and its weight, in the dtype of sums.
+struct ExpertTokens {
+  ExpertTokens(const Tensor& order, const Tensor& weight, at::ScalarType sums);
+  Tensor rows, scale;
 };
 
 /// The results of forward that backward needs: the input of the gates (slots, 2 features), and moe_sort's
@@ -110,5 +123,26 @@ struct ExpertGradients {
     for (size_t i = 0; i < kExpertGradients; ++i) visit(kNames[i], self.all[i]);
   }
 };
+
+/// The operators moe_experts and _moe_experts of a device, for boxed(). kAll: all results, for backward.
+template <ExpertResults (*run)(const ExpertArguments&), bool kAll>
+void expert_forward(const c10::OperatorHandle&, torch::jit::Stack* stack) {
+  const auto arguments = read_fields<ExpertArguments>(*stack);
+  const c10::OptionalDeviceGuard guard(arguments.x.device());
+  const ExpertResults results = run(arguments);
+  torch::jit::drop(*stack, count_of<ExpertArguments>());
+  kAll ? push_fields(*stack, results) : torch::jit::push(*stack, results.out);
+}
+
+/// The operator _moe_experts_backward of a device, for boxed().
+template <ExpertGradients (*run)(const ExpertBackward&)>
+void expert_backward(const c10::OperatorHandle&, torch::jit::Stack* stack) {
+  const auto arguments = read_fields<ExpertBackward>(*stack);
+  const c10::OptionalDeviceGuard guard(arguments.x.device());
+  ExpertGradients gradients = run(arguments);
+  fill_gradients(gradients.all, arguments.x);
+  torch::jit::drop(*stack, count_of<ExpertBackward>());
+  push_fields(*stack, gradients);
+}
 
 }  // namespace shoestring::experts

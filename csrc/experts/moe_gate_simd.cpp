@@ -7,6 +7,7 @@
 
 #include "core/elementwise_simd.h"
 #include "core/some_simd.h"
+#include "experts/moe_gate_rule.h"
 #include "layers/gelu_simd.h"
 #include "layers/swiglu_rule.h"
 
@@ -16,23 +17,9 @@ namespace {
 using kernels::Activation;
 using kernels::Gate;
 using kernels::GateKind;
+using kernels::kOffset;
+using kernels::SiluOai;
 using Group = Some<2>;  // kElementwiseStep features in memory order
-
-// x times the logistic function of 1.702 x
-struct SiluOai {
-  static constexpr float kAlpha = 1.702f;
-  template <class Math>
-  static SHOESTRING_METHOD Activation<F32> at(F32 x, Math math) {
-    const kernels::Logistic<F32> s(kAlpha * x, math);
-    return {x * s.of, s.of + kAlpha * x * s.of * s.of_negative};
-  }
-};
-
-// The offset that is added to the second factor.
-template <class A>
-constexpr float kOffset = 0;
-template <>
-constexpr float kOffset<SiluOai> = 1;
 
 struct Halves {
   Group g, u;

@@ -6,6 +6,7 @@
 #include "core/cuda_tables.h"
 #include "core/elementwise_table.h"
 #include "cuda/core/convert.h"
+#include "cuda/core/elementwise_math.h"
 #include "cuda/core/launch.h"
 #include "cuda/core/vector.h"
 
@@ -13,17 +14,6 @@ namespace shoestring::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-
-// The functions of a rule, as in core/elementwise_simd.h.
-struct ElementwiseMath {
-  static __device__ float abs(float x) { return fabsf(x); }
-  static __device__ float clamp(float x, float low, float high) {
-    return x < low ? low : x > high ? high : x;
-  }
-  static __device__ float exp(float x) { return expf(x); }
-  static __device__ float exp_of_negative(float x) { return expf(x); }
-  static __device__ float reciprocal(float x) { return 1 / x; }
-};
 
 template <class T, int kCount>
 struct Arrays {

@@ -14,6 +14,7 @@ namespace {
 using kernels::GroupedMatrix;
 using kernels::GroupedProduct;
 using kernels::GroupedSlots;
+using kernels::GroupedSums;
 
 enum class Form { kForward, kInput, kWeight };
 
@@ -102,10 +103,10 @@ __device__ void multiply_slots(const GroupedProduct& p, const GroupedAccess& acc
   if (tile.first >= tile.end) return;
   const int first_column = cell.column * side, group = tile.i - 1;
   const bool belongs = group >= 0 && group < p.slots.groups;
-  const Rows rows{form == Form::kForward ? p.slots.rows : nullptr, tile.end, static_cast<int>(p.slots.count)};
+  const Rows rows{p.slots.rows, tile.end, static_cast<int>(p.slots.count)};
   const Result<T> to{p.out,
                      p.out_row,
-                     belongs && p.bias != nullptr ? of_group<Total<T>>(p.bias, columns, group) : nullptr,
+                     belongs && p.bias != nullptr ? of_group<Total<T>>(p.bias, p.bias_group, group) : nullptr,
                      rows,
                      columns,
                      p.wide,
@@ -142,9 +143,9 @@ __device__ void add_slots(const GroupedProduct& p, const GroupedAccess& access) 
                      p.wide,
                      access.pairs};
   Square<T> square;
-  square.add(Operand<T, true>(p.a.data, p.a.row, {nullptr, end, 0}, first, first_row, height),
-             Operand<T, true>(p.b.data, p.b.row, {p.slots.rows, end, static_cast<int>(p.slots.count)}, first,
-                              first_column, columns),
+  const Rows plain{nullptr, end, 0}, referring{p.slots.rows, end, static_cast<int>(p.slots.count)};
+  square.add(Operand<T, true>(p.a.data, p.a.row, p.turned ? referring : plain, first, first_row, height),
+             Operand<T, true>(p.b.data, p.b.row, p.turned ? plain : referring, first, first_column, columns),
              (end - first + kStep<T> - 1) / kStep<T>, access.a, access.b);
   square.write(to, first_row, first_column);
 }
@@ -175,8 +176,8 @@ __device__ Total<T> widened(T x) {
 // A block adds 32 columns of an expert's slots. A warp adds every eighth slot.
 // Budget: 48 registers, 0 bytes shared, no spills.
 template <class T>
-__global__ void __launch_bounds__(kGroupThreads)
-    sum_slots(GroupedSlots s, GroupedMatrix a, int64_t columns, Total<T>* out) {
+__global__ void __launch_bounds__(kGroupThreads) sum_slots(GroupedSlots s, GroupedMatrix a, int64_t columns,
+                                                           bool refer, const Total<T>* scale, Total<T>* out) {
   constexpr int warps = kGroupThreads / kWarp;
   const int wide = static_cast<int>((columns + kWarp - 1) / kWarp),
             group = static_cast<int>(blockIdx.x) / wide;
@@ -188,7 +189,10 @@ __global__ void __launch_bounds__(kGroupThreads)
     const T* from = static_cast<const T*>(a.data) + column;
 #pragma unroll 4
     for (int slot = first_slot(s, group + 1) + warp(); slot < rows.end; slot += warps) {
-      if (rows(slot) >= 0) sum += widened(from[slot * a.row]);
+      const int row = rows(slot);
+      if (row < 0) continue;
+      const Total<T> value = widened(from[(refer ? row : slot) * a.row]);
+      sum += scale == nullptr ? value : scale[slot] * value;
     }
   }
   sums[threadIdx.x] = sum;
@@ -202,17 +206,23 @@ __global__ void __launch_bounds__(kGroupThreads)
 // Budget: 72 registers, 0 bytes shared, no spills.
 template <class Sum, class T>
 __global__ void __launch_bounds__(kGroupThreads)
-    collect_rows(GroupedMatrix a, const int64_t* order, const int64_t* starts, int64_t count, int64_t columns,
-                 T* out, int64_t out_row) {
+    collect_rows(GroupedMatrix a, GroupedSums s, int64_t count, int64_t columns, T* out, int64_t out_row) {
   const int64_t wide = (columns + 3) / 4, index = int64_t{blockIdx.x} * kGroupThreads + threadIdx.x;
   const int64_t row = index / wide, column = index % wide * 4;
   if (row >= count) return;
   const Sum* from = static_cast<const Sum*>(a.data) + column;
+  const auto* factors = static_cast<const Sum*>(s.factors);
+  const int64_t last = s.end == nullptr ? LLONG_MAX : *s.end;
+  const int64_t first = s.starts == nullptr ? row * s.each : s.starts[row],
+                end = s.starts == nullptr ? first + s.each : s.starts[row + 1];
   Sum sums[4] = {};
-  for (int64_t i = starts[row], end = starts[row + 1]; i < end; ++i) {
-    const auto values = load<4>(from + order[i] * a.row);
+  for (int64_t i = first; i < end; ++i) {
+    const int64_t place = s.order[i];
+    if (place >= last) continue;
+    const Sum factor = factors == nullptr ? 1 : factors[i];
+    const auto values = load<4>(from + place * a.row);
 #pragma unroll
-    for (int k = 0; k < 4; ++k) sums[k] += values[k];
+    for (int k = 0; k < 4; ++k) sums[k] += factor * values[k];
   }
   T* to = out + row * out_row + column;
 #pragma unroll
@@ -224,6 +234,29 @@ __global__ void __launch_bounds__(kGroupThreads)
       to[k] = rounded<T>(sums[k]);
     }
   }
+}
+
+// A warp multiplies the row of a slot by that of its group.
+// Budget: 64 registers, 0 bytes shared, no spills.
+template <class T>
+__global__ void __launch_bounds__(kGroupThreads)
+    dot_rows(GroupedSlots s, GroupedMatrix a, const Total<T>* b, int64_t columns, Total<T>* out) {
+  const int64_t slot = int64_t{blockIdx.x} * (kGroupThreads / kWarp) + warp();
+  if (slot >= first_slot(s, static_cast<int>(s.groups) + 1)) return;
+  const Rows rows{s.rows, static_cast<int>(s.slots), static_cast<int>(s.count)};
+  unsigned last = 0;  // one more than the group
+  for (int i = lane() + 1; i <= s.groups; i += kWarp) {
+    if (first_slot(s, i) <= slot) last = i;
+  }
+  last = warp_max(last);
+  const int row = rows(static_cast<int>(slot));
+  if (last == 0 || row < 0) return;
+  const T* from = static_cast<const T*>(a.data) + row * a.row;
+  const Total<T>* of_group = b + (last - 1) * columns;
+  Total<T> sum = 0;
+  for (int64_t i = lane(); i < columns; i += kWarp) sum += widened(from[i]) * of_group[i];
+  sum = warp_reduce(sum, [](Total<T> x, Total<T> y) { return x + y; });
+  if (lane() == 0) out[slot] += sum;
 }
 
 bool fits(const GroupedMatrix& m, int64_t element, int64_t bytes) {
@@ -248,18 +281,27 @@ const char* run_multiply(const GroupedProduct& p, void* stream) {
 }
 
 template <class T>
-const char* run_sum(const GroupedSlots& s, const GroupedMatrix& a, int64_t columns, void* out, void* stream) {
+const char* run_sum(const GroupedSlots& s, const GroupedMatrix& a, int64_t columns, bool refer,
+                    const void* scale, void* out, void* stream) {
   return launch(sum_slots<T>, s.groups * ((columns + kWarp - 1) / kWarp), kGroupThreads,
-                kGroupThreads * static_cast<int>(sizeof(Total<T>)), stream, s, a, columns,
-                static_cast<Total<T>*>(out));
+                kGroupThreads * static_cast<int>(sizeof(Total<T>)), stream, s, a, columns, refer,
+                static_cast<const Total<T>*>(scale), static_cast<Total<T>*>(out));
 }
 
 template <class T>
-const char* run_collect(const GroupedMatrix& a, const int64_t* order, const int64_t* starts, int64_t count,
-                        int64_t columns, void* out, int64_t out_row, void* stream) {
+const char* run_collect(const GroupedMatrix& a, const GroupedSums& sums, int64_t count, int64_t columns,
+                        void* out, int64_t out_row, void* stream) {
   const int64_t threads = count * ((columns + 3) / 4);
   return launch(collect_rows<Total<T>, T>, (threads + kGroupThreads - 1) / kGroupThreads, kGroupThreads, 0,
-                stream, a, order, starts, count, columns, static_cast<T*>(out), out_row);
+                stream, a, sums, count, columns, static_cast<T*>(out), out_row);
+}
+
+template <class T>
+const char* run_dot(const GroupedSlots& s, const GroupedMatrix& a, const void* b, int64_t columns, void* out,
+                    void* stream) {
+  constexpr int warps = kGroupThreads / kWarp;
+  return launch(dot_rows<T>, (s.slots + warps - 1) / warps, kGroupThreads, 0, stream, s, a,
+                static_cast<const Total<T>*>(b), columns, static_cast<Total<T>*>(out));
 }
 
 const char* has_tensor_cores(bool& result) {
@@ -271,8 +313,12 @@ const char* has_tensor_cores(bool& result) {
 
 template <class T>
 constexpr kernels::GroupedLinearCuda::Kernels of_type() {
-  return {run_multiply<T, Form::kForward>, run_multiply<T, Form::kInput>, run_multiply<T, Form::kWeight>,
-          run_sum<T>, run_collect<T>};
+  return {run_multiply<T, Form::kForward>,
+          run_multiply<T, Form::kInput>,
+          run_multiply<T, Form::kWeight>,
+          run_sum<T>,
+          run_collect<T>,
+          run_dot<T>};
 }
 
 const kernels::GroupedLinearCuda kTable{of_type<float>(), of_type<double>(), of_type<__nv_bfloat16>(),

@@ -190,6 +190,39 @@ def test_grouped_linear_guards_its_device() -> None:
     assert all(torch.equal(*pair) for pair in zip(call("simdev:0"), call("simdev:1"), strict=True))
 
 
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("transposed", [False, True])
+def test_moe_experts_guards_its_device_and_waits_for_nothing(transposed: bool) -> None:
+    torch.manual_seed(8)
+    x, weight, gate_up, down, gate_up_bias, down_bias, upstream = (
+        torch.randn(*shape).bfloat16()
+        for shape in ((20, 24), (20, 2), (3, 32, 24), (3, 24, 16), (3, 32), (3, 24), (20, 24))
+    )
+    if transposed:
+        gate_up, down = gate_up.transpose(1, 2).contiguous(), down.transpose(1, 2).contiguous()
+    index = torch.randint(-1, 3, (20, 2))
+
+    def call(device: str) -> list[Tensor]:
+        leaves = [t.to(device).requires_grad_() for t in (x, weight, gate_up, down, gate_up_bias, down_bias)]
+        given, grad = index.to(device), upstream.to(device)
+        before = simdev.counts(device).waits
+        simdev.take_synchronisations()
+        out = OPERATORS.moe_experts(
+            leaves[0],
+            given,
+            *leaves[1:4],
+            gate_up_bias=leaves[4],
+            down_bias=leaves[5],
+            transposed=transposed,
+        )
+        gradients = torch.autograd.grad(out, leaves, grad)
+        assert simdev.take_synchronisations() == []
+        assert simdev.counts(device).waits == before
+        return [t.detach().cpu() for t in (out, *gradients)]
+
+    assert all(torch.equal(*pair) for pair in zip(call("simdev:0"), call("simdev:1"), strict=True))
+
+
 def round_trip_4bit(x: Tensor) -> list[Tensor]:
     parts = OPERATORS.quantize_4bit(x, quant_type="nf4")
     into = torch.empty_like(x)

@@ -424,6 +424,47 @@ def grouped_linear(device: str) -> Results:
     return found
 
 
+def moe_experts(device: str) -> Results:
+    """Compute each gate, in whole vectors and single features; some slots have no expert, or a NaN as weight."""
+    found: Results = {}
+    index = byte_values(80, seed=1, high=3).long().view(40, 2) - 1
+    index[index[:, 0] == index[:, 1], 1] = -1
+    for dtype, allowed in ((torch.float32, 32.0), (torch.bfloat16, 2.0), (torch.float16, 2.0)):
+        for activation, limit, layout, (features, hidden) in (
+            ("silu", None, False, (72, 40)),
+            ("gelu", 1.0, True, (21, 11)),
+            ("gelu_tanh", None, True, (24, 8)),
+            ("swigluoai", 0.5, False, (21, 11)),
+        ):
+            weight = uniform(40, 2, seed=2)
+            weight[index < 0] = math.nan
+            gate_up, down = uniform(2, 2 * hidden, features, seed=4), uniform(2, features, hidden, seed=5)
+            if layout:
+                gate_up, down = gate_up.transpose(1, 2).contiguous(), down.transpose(1, 2).contiguous()
+            leaves = {
+                "x": uniform(40, features, seed=3),
+                "weight": weight,
+                "gate_up": gate_up,
+                "down": down,
+                "gate_up_bias": uniform(2, 2 * hidden, seed=6),
+                "down_bias": uniform(2, features, seed=7),
+            }
+            leaves = {name: t.to(device, dtype).requires_grad_() for name, t in leaves.items()}
+            out = OPERATORS.moe_experts(
+                index=index.to(device),
+                activation=activation,
+                limit=limit,
+                interleaved=layout,
+                transposed=layout,
+                **leaves,
+            )
+            grad = uniform(40, features, seed=8).to(device, dtype)
+            results = (out.detach(), *torch.autograd.grad(out, list(leaves.values()), grad))
+            for part, t in zip(("out", *leaves), results, strict=True):
+                found[f"{str(dtype)[6:]} {activation} {part}"] = (t, allowed)
+    return found
+
+
 def rope(device: str) -> Results:
     """Run rope on transposed heads of which a part is rotated; several lanes of a warp share a head."""
     found: Results = {}
@@ -470,6 +511,7 @@ CASES: tuple[Callable[[str], Results], ...] = (
     table_of_cases,
     moe_sort,
     grouped_linear,
+    moe_experts,
     rope,
     attention,
 )

@@ -6,6 +6,7 @@
 #include <shoestring/experts/ops.h>
 
 #include "capabilities.h"
+#include "emulated.h"
 
 using at::Tensor;
 using shoestring::moe_experts;
@@ -79,6 +80,7 @@ TEST_CASE("moe_experts refuses arguments that do not fit", "[moe_experts]") {
                     Catch::Contains("moe_experts: activation: expected 'silu', 'gelu', 'gelu_tanh' or"));
   CHECK_THROWS_WITH(moe_experts(x, index, weight, gate_up, gate_up),
                     Catch::Contains("moe_experts: down: expected shape [2, 4, 3], received [2, 6, 4]"));
+  if (is_emulated()) return;  // on a GPU, the host reads no indices
   CHECK_THROWS_WITH(moe_experts(x, index + 2, weight, gate_up, down),
                     Catch::Contains("expected values from 0 to 1, or -1 for no expert, received 2"));
 }

@@ -125,8 +125,9 @@ Gradients grouped_linear_backward_cpu(const Tensor& grad_out, const OptionalTens
                                       at::ScalarType dtype, at::ScalarType x_dtype, at::ScalarType bias_dtype,
                                       std::array<bool, 3> mask) {
   const Call call(offsets, rows, tokens);
-  const auto compute = gemm::product_type(grad_out.to(dtype));
-  const Tensor grad = gatherable(grad_out.to(dtype), compute);
+  const Tensor upstream = grad_out.to(dtype);
+  const auto compute = gemm::product_type(upstream);
+  const Tensor grad = gatherable(upstream, compute);
   Tensor grad_x, grad_weight;
   if (mask[0]) {
     const Tensor weights = readable(weight, compute);

@@ -1,4 +1,4 @@
-"""What the CUDA kernels of grouped_linear do with many tiles, and with offsets and rows that the CPU refuses."""
+"""Test the CUDA kernels of grouped_linear with many tiles, and with offsets and rows that the CPU refuses."""
 
 import pytest
 import torch

@@ -54,12 +54,13 @@ class ModelCosts:
 
     ``of_kind``: kind of a block -> name of a treatment -> costs. ``kept`` has the same for a step that keeps all
     gradients, as training does, if that was measured: the step, and for each kind the bytes by which the peak of its
-    backward is higher.
+    backward is higher. ``plain`` is the fastest such step without treatments, if one ran.
     """
 
     step: Step
     of_kind: dict[Any, dict[str, Cost]]
     kept: tuple[Step, dict[Any, int]] | None = None
+    plain: Step | None = None
 
     @property
     def kinds(self) -> list[Any]:
@@ -76,6 +77,31 @@ class ModelCosts:
             backward_bytes=max(0, step.after.backward_bytes - held),
         )
         return _around("before", step.before), _around("behind", after)
+
+    def slowdown(self, step: Step, treatment: str) -> float:
+        """Return the time of a whole step whose blocks have a treatment over that of its parts, at least 1.
+
+        A block that runs alone finds its tensors in caches, and the fastest of its runs counts.
+        """
+        parts = [step.before, step.after, *(self.of_kind[kind][treatment] for kind in step.kinds)]
+        return max(1.0, step.seconds / sum(part.forward_seconds + part.backward_seconds for part in parts))
+
+    def in_whole_steps(self) -> ModelCosts:
+        """Return the costs with the times that the parts have in whole steps."""
+        assert self.kept is not None
+        treated = min(self.slowdown(step, "recompute") for step in (self.step, self.kept[0]))
+        plain = treated if self.plain is None else self.slowdown(self.plain, "keep")
+        of_kind = {
+            kind: {
+                name: cost.slower(plain if CHOICES[name] is None else treated) for name, cost in costs.items()
+            }
+            for kind, costs in self.of_kind.items()
+        }
+        step, kept = (
+            replace(one, before=one.before.slower(plain), after=one.after.slower(plain))
+            for one in (self.step, self.kept[0])
+        )
+        return replace(self, step=step, of_kind=of_kind, kept=(kept, self.kept[1]))
 
     def row(self) -> list[PlanBlock]:
         """Return all blocks of the step, from what runs before the blocks to what runs after them.
@@ -127,8 +153,9 @@ def measure_model(
     *,
     runs: int = RUNS,
     aside: GradientsAside | None = None,
+    room: int | None = None,
 ) -> ModelCosts:
-    """Run steps without treatments, and each kind of block alone with each treatment; return their costs.
+    """Run steps whose blocks are checkpointed, and each kind of block alone with each treatment; return their costs.
 
     Args:
         caller: the function that begins error messages.
@@ -138,7 +165,9 @@ def measure_model(
         device: the device of the model.
         offload: if given, treatments that offload are measured, too.
         runs: how often each block runs.
-        aside: what ``gradients_aside(model)`` has yielded, to measure a backward that keeps gradients, too.
+        aside: what ``gradients_aside(model)`` has yielded, to measure a backward that keeps gradients, too, and steps
+            without treatments.
+        room: if given, steps without treatments run only if they hold at most so many bytes of activations.
     """
     undo = [treat(module, Treatment()) for module in modules]
     kept = None
@@ -163,7 +192,14 @@ def measure_model(
                 with aside.kept():
                     cost = measure(_runner(module, None), call, device, 1)
                 higher[kind] = max(0, cost.backward_bytes - of_kind[kind]["keep"].backward_bytes)
-    return ModelCosts(whole, of_kind, None if kept is None else (kept, higher))
+    costs = ModelCosts(whole, of_kind, None if kept is None else (kept, higher))
+    if aside is not None and (room is None or sum(block.choices[0].bytes for block in costs.row()) <= room):
+        with aside.kept():
+            plain = [run_step(modules, step, device, caller) for _ in range(runs)]
+        for step_found in plain:
+            step_found.calls.clear()
+        costs.plain = min(plain, key=lambda found: found.seconds)
+    return costs
 
 
 def treated_runner(module: nn.Module, treatment: str) -> Callable[..., Any]:

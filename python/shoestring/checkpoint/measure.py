@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -38,6 +38,14 @@ class Cost:
     held: int
     forward_bytes: int
     backward_bytes: int
+
+    def slower(self, factor: float) -> Cost:
+        """Return the same cost with times that are multiplied by a factor."""
+        return replace(
+            self,
+            forward_seconds=factor * self.forward_seconds,
+            backward_seconds=factor * self.backward_seconds,
+        )
 
 
 @dataclass
@@ -290,6 +298,7 @@ class Step:
     # Bytes that the backward of this last part leaves on the device: the gradient of a weight that the first
     # part of the step uses, too, and gradients of its own weights if they are kept.
     left: int
+    seconds: float  # time of forward and backward of the whole step
 
 
 def run_step(
@@ -384,4 +393,4 @@ def run_step(
     before = Cost(blocks[0] - began, end[0] - blocks_back[0], below, blocks[2], max(0, end[2] - still_here))
     after = Cost(forward[0] - behind[0], at_blocks[0] - forward[0], forward[1], forward[2], at_blocks[2])
     left = max(0, at_blocks[1] - behind[1])
-    return Step(order, kinds, calls, before, after, left)
+    return Step(order, kinds, calls, before, after, left, end[0] - began)

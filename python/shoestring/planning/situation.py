@@ -350,7 +350,7 @@ def _passes(
     With a machine, the rows are the same wherever the passes run.
     """
     model, machine, device, batch_size = asked.model, asked.machine, asked.device, asked.batch_size
-    device_memory = asked.budgets.device_memory
+    room = _room(asked)
     offload = None if asked.link is None else offload_activations(device=device, exclude=model)
 
     def measured(rows: int, runs: int) -> Pass:
@@ -360,7 +360,7 @@ def _passes(
 
         try:
             costs = measure_model(
-                "plan_training", model, blocks, step, device, offload, runs=runs, aside=aside
+                "plan_training", model, blocks, step, device, offload, runs=runs, aside=aside, room=room
             )
         except RuntimeError as error:
             if "backward through the graph a second time" not in str(error):
@@ -385,11 +385,9 @@ def _passes(
     most = 1
     while most * 2 <= min(batch_size, longest):
         most *= 2
-    if device_memory is not None and (machine is None or machine.device == device.type):
-        plain = sum(block.choices[0].bytes for block in first.costs.row())
-        used = resident_bytes() if not is_asynchronous(device) else torch.accelerator.memory_allocated(device)
-        while most > 1 and used + most * plain > 0.7 * device_memory:
-            most //= 2
+    plain = sum(block.choices[0].bytes for block in first.costs.row())
+    while room is not None and most > 1 and most * plain > room:
+        most //= 2
     if most > 1 or batch_size > 1:
         passes.append(measured(max(2, most), 3))
         if all(
@@ -403,15 +401,26 @@ def _passes(
     return passes
 
 
+def _room(asked: _Asked) -> int | None:
+    """Return the bytes that the activations of a measured pass may take, or None for no limit."""
+    device, device_memory, machine = asked.device, asked.budgets.device_memory, asked.machine
+    if device_memory is None or not (machine is None or machine.device == device.type):
+        return None
+    used = resident_bytes() if not is_asynchronous(device) else torch.accelerator.memory_allocated(device)
+    gradients = sum(p.numel() * p.element_size() for p in asked.params)
+    return max(0, int(0.7 * (device_memory - used - gradients)))
+
+
 def _entries(passes: list[Pass]) -> list[Json]:
     """Return passes as the C++ planner reads them."""
     entries = []
     names: list[list[str]] = []
     for one in passes:
         gradients = _gradients_of_kinds(one.costs)
-        freed, kept = one.costs.planned(gradients)
-        if one.seconds is not None:
-            freed, kept = (one.seconds.replaced(one.costs, found) for found in (freed, kept))
+        if one.seconds is None:
+            freed, kept = one.costs.in_whole_steps().planned(gradients)
+        else:
+            freed, kept = (one.seconds.replaced(one.costs, found) for found in one.costs.planned(gradients))
         entries.append((one.rows, freed, kept))
         names.append([choice.name for block in freed for choice in block.choices])
     if any(each != names[0] for each in names):

@@ -199,7 +199,7 @@ def run_case(case: Case, least: int, most: int) -> Result:
             if said is None:
                 raise
             # The given choices need more memory than those of the process that measured the least.
-            budget = int(said[1]) + 8 * MIB
+            budget = int(said[1]) + 16 * MIB
             plan = case.planned(model, budget, folder)
         applied = plan.apply(model)
         checks = [plan.check(model, example_of(model)) for _ in range(CHECKS)]

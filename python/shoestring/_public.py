@@ -39,6 +39,7 @@ from shoestring.integrations.transformers import (  # noqa: E402
     load_quantized,
     patch,
     register_attention,
+    register_experts,
     save_quantized,
 )
 from shoestring.layers.stochastic_depth import stochastic_depth, stochastic_depth_rate  # noqa: E402
@@ -181,6 +182,7 @@ __all__ = [
     "quantize_int8",
     "quantized_linear",
     "register_attention",
+    "register_experts",
     "rms_norm",
     "rope",
     "save_quantized",

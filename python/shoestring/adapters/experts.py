@@ -15,6 +15,7 @@ from shoestring.adapters.options import LoraOptions
 
 PRODUCTS = ("matmul", "__matmul__", "mm", "bmm")
 GROUPED = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
+LINEAR = torch.ops.shoestring.grouped_linear
 
 
 class LowRankSum:
@@ -22,7 +23,8 @@ class LowRankSum:
 
     A mixture of experts with adapters returns a LowRankSum when its forward reads the stacked weights. A
     product with a LowRankSum is computed as three products, without the dense sum. This holds for
-    ``F.linear``, ``@``, ``matmul``, ``mm``, ``bmm`` and ``grouped_mm``, also after indexing and transposing.
+    ``F.linear``, ``@``, ``matmul``, ``mm``, ``bmm``, ``grouped_mm`` and ``shoestring.grouped_linear``, also after
+    indexing and transposing.
     Any other function receives the dense sum as a tensor.
     """
 
@@ -70,6 +72,10 @@ class LowRankSum:
             x, w, rest = args[0], args[1], args[2:]
             if func is F.linear:
                 return func(x, w.base, *rest, **kwargs) + F.linear(F.linear(x, w.right), w.left)
+            if func in (LINEAR, LINEAR.default):
+                low = func(x, w.right, *rest, **{**kwargs, "bias": None})
+                up = func(low, w.left, *rest, **{**kwargs, "bias": None, "rows": None})
+                return func(x, w.base, *rest, **kwargs) + up
             if name in PRODUCTS or name in GROUPED:
                 left, right = w._padded() if name in GROUPED else (w.left, w.right)
                 low = func(x, left, *rest, **kwargs)
@@ -161,7 +167,8 @@ class LoraExperts(AdaptedLayer):
             result[target] = dense.to(exact)
             if names:
                 left, right = self.factors(target, names, exact)
-                result[target] = result[target] + left.detach() @ right.detach()
+                add = torch.addmm if dense.dim() == 2 else torch.baddbmm
+                result[target] = add(result[target], left.detach(), right.detach())
         return result
 
 

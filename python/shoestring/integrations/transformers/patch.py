@@ -16,6 +16,7 @@ from shoestring.core.one_thread import holding
 from shoestring.integrations.transformers.attention import use_attention
 from shoestring.integrations.transformers.elementwise import fuse_dropouts, fuse_gelus
 from shoestring.integrations.transformers.embeddings import fuse_embeddings
+from shoestring.integrations.transformers.experts import use_experts
 from shoestring.integrations.transformers.head import has_meta, weights
 from shoestring.integrations.transformers.head_norms import fuse_head_norms
 from shoestring.integrations.transformers.layers import fuse_mlps, fuse_norms, fuse_rotations
@@ -97,6 +98,7 @@ def patch(
     logits: bool | None = None,
     projections: bool = True,
     attention: bool = True,
+    experts: bool = True,
     norms: bool = True,
     rope: bool = True,
     mlp: bool = True,
@@ -133,6 +135,10 @@ def patch(
     and is set to "eager" or "sdpa" (:func:`shoestring.register_attention`). Set ``attention=False`` if
     attention weights are needed. The setting is stored in the model's configuration, so copies and pickles
     keep it, but ``save_pretrained`` does not write it.
+
+    Experts: the experts of a mixture become calls of :func:`moe_experts` or :func:`grouped_linear`
+    (:func:`shoestring.register_experts`), with transformers 5. The setting is stored in the model's configuration, as
+    that of attention.
 
     Norms, rotary embeddings and MLPs: each item of the list below becomes one operator whose results equal
     the model's own within rounding. Each module is tested on random numbers. A module that computes something
@@ -179,6 +185,7 @@ def patch(
         projections: False computes query, key and value one after the other, and leaves MLPs with adapters
             unchanged.
         attention: False leaves the attention implementation unchanged.
+        experts: False leaves the experts implementation unchanged.
         norms, rope, mlp, dropout, embedding: False leaves norms, rotary embeddings, the activations of MLPs,
             dropout or embeddings unchanged.
         linear: whether dense layers use shoestring's operators. False: none. True: measures each
@@ -270,6 +277,10 @@ def patch(
         # A convolutional model also has the setting, but no attention.
         kinds = ("sdpa", "attention_backend")
         attends = path is not None or any(getattr(target, f"_supports_{kind}", False) for kind in kinds)
+        if experts and run is not None:
+            changes, left = use_experts(target, check)
+            report.changes += [Change(*change) for change in changes]
+            report.left += left
         replaces_attention = attention and attends and run is not None
         changes, left = use_attention(target, check) if replaces_attention else ([], [])
         report.changes += [Change(*change) for change in changes]

@@ -1,0 +1,176 @@
+"""Let transformers models use shoestring's experts by ``experts_implementation="shoestring"``."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from shoestring.adapters.experts import LowRankSum
+from shoestring.core.instances import Found, Left
+from shoestring.experts.grouped_linear import grouped_linear
+from shoestring.experts.moe_experts import moe_experts
+from shoestring.experts.moe_sort import moe_sort
+
+NAME = "shoestring"
+# names of the attributes in which experts of transformers have the limit of their gate
+LIMITS = ("limit", "swiglu_limit")
+
+
+def register_experts() -> str:
+    """Register ``experts_implementation="shoestring"`` with transformers and return that name.
+
+    Use the name as ``from_pretrained(..., experts_implementation=shoestring.register_experts())``, or with
+    ``model.set_experts_implementation``. The experts of every model that transformers can switch become one call of
+    :func:`moe_experts`. They become calls of :func:`grouped_linear`, with the module's own gate between them, if
+
+    - the gate is none of those of :func:`moe_experts`, which a trial on some numbers decides,
+    - the experts have no gate, or a norm after each expert, or
+    - the weights have adapters: the adapters are multiplied by the tokens, and no weight is merged.
+
+    Stacks may be transposed, and have biases or interleaved gates (gpt-oss). Experts with an index of ``num_experts``
+    or more, which expert parallelism uses for experts of other processes, are left out.
+
+    Returns:
+        The name "shoestring".
+
+    Raises:
+        ImportError: transformers is not installed, or older than 5.
+
+    Example:
+        >>> from transformers import MixtralConfig, MixtralForCausalLM
+        >>> sizes = dict(vocab_size=32, hidden_size=64, intermediate_size=64, num_hidden_layers=1)
+        >>> model = MixtralForCausalLM(MixtralConfig(**sizes, num_local_experts=4))
+        >>> model.set_experts_implementation(shoestring.register_experts())
+        >>> model(torch.tensor([[1, 2, 3, 4]])).logits.shape
+        torch.Size([1, 4, 32])
+    """
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register(NAME, run_experts)
+    return NAME
+
+
+def run_experts(
+    module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """Compute the experts of a module, with the signature of transformers' functions of experts.
+
+    Args:
+        module: the module of the experts, of a class with ``use_experts_implementation``.
+        hidden_states: (tokens, features).
+        top_k_index: (tokens, top_k), integers: the experts of each token; ``num_experts`` or more is no expert.
+        top_k_weights: (tokens, top_k).
+
+    Returns:
+        (tokens, features), in the dtype of ``hidden_states``.
+    """
+    one: Any = module
+    up = one.gate_up_proj if one.has_gate else one.up_proj
+    up_bias = None if not one.has_bias else one.gate_up_proj_bias if one.has_gate else one.up_proj_bias
+    down, down_bias = one.down_proj, one.down_proj_bias if one.has_bias else None
+    index = top_k_index.long()
+    index = index.masked_fill(index >= up.shape[0], -1)
+    adapted = isinstance(up, LowRankSum) or isinstance(down, LowRankSum)
+    gate = None if adapted or not one.has_gate or one.has_post_expert_norm else gate_of(module)
+    if gate is not None:
+        y = moe_experts(
+            hidden_states,
+            index,
+            top_k_weights,
+            up,
+            down,
+            gate_up_bias=up_bias,
+            down_bias=down_bias,
+            transposed=one.is_transposed,
+            **gate._asdict(),
+        )
+        return y.to(hidden_states.dtype)
+    if one.is_transposed:
+        up, down = up.mT, down.mT
+    order, inverse, offsets = moe_sort(index, up.shape[0])
+    h = grouped_linear(hidden_states, up, offsets, rows=order // index.shape[-1], bias=up_bias)
+    h = one._apply_gate(h) if one.has_gate else one.act_fn(h)
+    y = grouped_linear(h, down, offsets, bias=down_bias)
+    if one.has_post_expert_norm:
+        y = one.post_expert_norm(y)
+    weights = top_k_weights.masked_fill(index < 0, 0).unsqueeze(-1)
+    return (y[inverse].view(*index.shape, -1) * weights).sum(1).to(hidden_states.dtype)
+
+
+class Gate(NamedTuple):
+    """The options of :func:`moe_experts` that describe a gate."""
+
+    activation: str
+    limit: float | None
+    interleaved: bool
+
+
+_gates: weakref.WeakKeyDictionary[nn.Module, Gate | None] = weakref.WeakKeyDictionary()
+
+
+def gate_of(module: nn.Module) -> Gate | None:
+    """Return the gate of a module of experts; None if :func:`moe_experts` does not compute it.
+
+    The module's own gate runs once, on some numbers.
+    """
+    if module not in _gates:
+        _gates[module] = _find_gate(module)
+    return _gates[module]
+
+
+def _find_gate(module: Any) -> Gate | None:
+    """Return the gate that gives the results of the module's own gate."""
+    own = [getattr(module, name, None) for name in LIMITS]
+    limits = [None, *(float(limit) for limit in own if isinstance(limit, (int, float)))]
+    # numbers around 0, where the activations differ, and others that every limit clamps
+    line = torch.cat([torch.linspace(-6, 6, 49), torch.tensor([-1e4, -99.0, 99.0, 1e4])])
+    g, u = (t.flatten() for t in torch.meshgrid(line, line, indexing="ij"))
+    allowed = 1e-5 * (1 + g.abs()) * (1 + u.abs())
+    for interleaved in (False, True):
+        pairs = torch.stack([g, u], -1).flatten() if interleaved else torch.cat([g, u])
+        try:
+            with torch.no_grad():
+                theirs = module._apply_gate(pairs[None])[0]
+        except Exception:  # a gate with parameters, or on another device
+            return None
+        for activation in ("silu", "gelu", "gelu_tanh", "swigluoai"):
+            for limit in limits:
+                if torch.all((_gated(activation, limit, g, u) - theirs).abs() <= allowed):
+                    return Gate(activation, limit, interleaved)
+    return None
+
+
+def _gated(activation: str, limit: float | None, g: Tensor, u: Tensor) -> Tensor:
+    """Compute a gate of :func:`moe_experts`."""
+    if limit is not None:
+        g, u = g.clamp(max=limit), u.clamp(-limit, limit)
+    if activation == "swigluoai":
+        return g * torch.sigmoid(1.702 * g) * (u + 1)
+    if activation == "silu":
+        return nn.functional.silu(g) * u
+    return nn.functional.gelu(g, approximate="tanh" if activation == "gelu_tanh" else "none") * u
+
+
+def use_experts(model: Any, check: Callable[[], object]) -> tuple[list[Found], list[Left]]:
+    """Set a model's experts implementation to shoestring's; revert it if the function ``check`` raises.
+
+    Returns:
+        Two lists: the change (empty if the model has no experts that transformers can switch), and the reason why
+        nothing changed if ``check`` raised.
+    """
+    if not any(hasattr(module, "_is_expert_parallel") for module in model.modules()):
+        return [], []
+    before, where = model.get_experts_implementation(), type(model).__name__
+    undo = functools.partial(model.set_experts_implementation, before)
+    model.set_experts_implementation(register_experts())
+    try:
+        check()
+    except Exception as error:
+        undo()
+        return [], [(where, f"experts that compute something else: {error}")]
+    return [(where, "experts of shoestring", undo)], []

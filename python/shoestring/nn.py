@@ -5,6 +5,9 @@ import sys
 from shoestring.blocks.attention import Attention
 from shoestring.blocks.gated_mlp import GatedMLP
 from shoestring.checkpoint.tiled_layers import TiledEmbedding, TiledLinear
+from shoestring.experts.experts_module import Experts
+from shoestring.experts.moe_module import MoE
+from shoestring.experts.router_module import Router
 from shoestring.gemm.linear_module import Linear
 from shoestring.layers import init
 from shoestring.layers.batch_norm_bias import FoldReport, fold_bias_before_batch_norm
@@ -18,13 +21,16 @@ sys.modules["shoestring.nn.init"] = init
 
 __all__ = [
     "Attention",
+    "Experts",
     "FakeQuantizedLinear",
     "FoldReport",
     "GatedMLP",
     "LayerNorm",
     "Linear",
+    "MoE",
     "QuantizedLinear",
     "RMSNorm",
+    "Router",
     "TiledEmbedding",
     "TiledLinear",
     "fold_bias_before_batch_norm",

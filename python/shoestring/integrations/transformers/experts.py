@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from shoestring.adapters.experts import LowRankSum
 from shoestring.core.instances import Found, Left
-from shoestring.experts.grouped_linear import grouped_linear
+from shoestring.experts.grouped_experts import gated, grouped_experts
 from shoestring.experts.moe_experts import moe_experts
-from shoestring.experts.moe_sort import moe_sort
 
 NAME = "shoestring"
 # names of the attributes in which experts of transformers have the limit of their gate
@@ -90,16 +89,19 @@ def run_experts(
             **gate._asdict(),
         )
         return y.to(hidden_states.dtype)
-    if one.is_transposed:
-        up, down = up.mT, down.mT
-    order, inverse, offsets = moe_sort(index, up.shape[0])
-    h = grouped_linear(hidden_states, up, offsets, rows=order // index.shape[-1], bias=up_bias)
-    h = one._apply_gate(h) if one.has_gate else one.act_fn(h)
-    y = grouped_linear(h, down, offsets, bias=down_bias)
-    if one.has_post_expert_norm:
-        y = one.post_expert_norm(y)
-    weights = top_k_weights.masked_fill(index < 0, 0).unsqueeze(-1)
-    return (y[inverse].view(*index.shape, -1) * weights).sum(1).to(hidden_states.dtype)
+    y = grouped_experts(
+        hidden_states,
+        index,
+        top_k_weights,
+        up,
+        down,
+        one._apply_gate if one.has_gate else one.act_fn,
+        up_bias=up_bias,
+        down_bias=down_bias,
+        transposed=one.is_transposed,
+        norm=one.post_expert_norm if one.has_post_expert_norm else None,
+    )
+    return y.to(hidden_states.dtype)
 
 
 class Gate(NamedTuple):
@@ -140,20 +142,9 @@ def _find_gate(module: Any) -> Gate | None:
             return None
         for activation in ("silu", "gelu", "gelu_tanh", "swigluoai"):
             for limit in limits:
-                if torch.all((_gated(activation, limit, g, u) - theirs).abs() <= allowed):
+                if torch.all((gated(pairs, activation, limit, interleaved) - theirs).abs() <= allowed):
                     return Gate(activation, limit, interleaved)
     return None
-
-
-def _gated(activation: str, limit: float | None, g: Tensor, u: Tensor) -> Tensor:
-    """Compute a gate of :func:`moe_experts`."""
-    if limit is not None:
-        g, u = g.clamp(max=limit), u.clamp(-limit, limit)
-    if activation == "swigluoai":
-        return g * torch.sigmoid(1.702 * g) * (u + 1)
-    if activation == "silu":
-        return nn.functional.silu(g) * u
-    return nn.functional.gelu(g, approximate="tanh" if activation == "gelu_tanh" else "none") * u
 
 
 def use_experts(model: Any, check: Callable[[], object]) -> tuple[list[Found], list[Left]]:
@@ -168,6 +159,10 @@ def use_experts(model: Any, check: Callable[[], object]) -> tuple[list[Found], l
     before, where = model.get_experts_implementation(), type(model).__name__
     undo = functools.partial(model.set_experts_implementation, before)
     model.set_experts_implementation(register_experts())
+    if (
+        NAME not in model.get_experts_implementation().values()
+    ):  # transformers could not read the model's code
+        return [], []
     try:
         check()
     except Exception as error:

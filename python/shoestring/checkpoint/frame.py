@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointError
 
 from shoestring.checkpoint.buffers import buffers_kept
+from shoestring.core.kept_calls import KeptCalls
 
 
 class _Stop(Exception):
@@ -129,6 +130,7 @@ class Frame:
         self._positions, self._spec = positions, spec
         self._fn, self._early_stop = fn, early_stop
         self._replay = replay
+        self._kept = KeptCalls()
         self._numbers: list[weakref.ref[_Number]] = []
         # Whether the first run of the checkpointed function has ended. A recomputation after its end must not
         # save more tensors than the first run.
@@ -138,7 +140,7 @@ class Frame:
     @contextmanager
     def first_run(self) -> Iterator[None]:
         """Return a context manager that sets the saved-tensor hooks for the function's first run."""
-        with saved_tensors_hooks(self._pack, _unpack):
+        with self._kept.run(recording=True), saved_tensors_hooks(self._pack, _unpack):
             yield
         self._complete = True
 
@@ -200,7 +202,7 @@ class Frame:
 
         with torch.enable_grad(), self._state.again(), saved_tensors_hooks(pack, lambda tensor: tensor):
             try:
-                with self._replay, buffers_kept(self._fn, args, kwargs):
+                with self._replay, self._kept.run(recording=False), buffers_kept(self._fn, args, kwargs):
                     self._fn(*args, **kwargs)
             except _Stop:
                 pass

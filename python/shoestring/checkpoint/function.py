@@ -96,7 +96,8 @@ def checkpoint(
 ) -> Any:
     """Compute ``fn(*args, **kwargs)``; recompute in backward the tensors that autograd would save.
 
-    Only the results of the operators in ``keep`` are kept. Backward runs ``fn`` a second time (gradient
+    Only the results of the operators in ``keep`` are kept, and those of :func:`moe_route` and :func:`moe_sort`, so that
+    each token has the same experts in both runs. Backward runs ``fn`` a second time (gradient
     checkpointing, Chen et al. 2016), up to the last tensor that it needs. The second run has the random
     numbers and the autocast state of the first run. Gradients are bitwise equal to those without a
     checkpoint. Calls may be nested. ``retain_graph``, second derivatives, ``torch.autograd.grad`` (also
@@ -113,7 +114,8 @@ def checkpoint(
             its arguments in place.
         keep: operators whose results are kept, so that backward does not compute them again. An item is an
             operator (``torch.ops.aten.mm``), the name of one (``"aten::mm"``), a group, or a tag of
-            :func:`tag_activation` (not under ``torch.compile``). The groups are ``"attention"`` (every scaled
+            :func:`tag_activation` (not under ``torch.compile``, which also needs the names of ``moe_route`` and
+            ``moe_sort``). The groups are ``"attention"`` (every scaled
             dot product attention) and ``"products"`` (matrix products, including shoestring's).
         preserve_rng_state: whether both runs draw the same random numbers.
         early_stop: whether the second run ends after the last tensor that backward needs. It does not end early in a

@@ -5,6 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shoestring.core.kept_calls import kept_call
+
 __all__ = ["MoeRoute", "moe_route"]
 
 
@@ -48,7 +50,7 @@ def moe_route(
     Scores, weights and losses are computed in fp32 (fp64 for fp64), also under autocast. Equal scores rank by the lowest
     index, so equal logits always give the same choice. Without ``bias`` and groups, experts are chosen by their
     logits, which have the order of the scores and are not rounded. Results are bitwise repeatable and do not depend
-    on the number of threads.
+    on the number of threads. :func:`checkpoint` keeps them, so that a recomputation makes the same choice.
 
     With n the number of tokens that count, f = counts / n and P the mean of the tokens' shares, the losses are
 
@@ -91,15 +93,17 @@ def moe_route(
         >>> (0.01 * route.balance + 0.001 * route.z).backward()
     """
     return MoeRoute(
-        *torch.ops.shoestring.moe_route(
-            logits,
-            top_k,
-            score=score,
-            bias=bias,
-            renormalize=renormalize,
-            groups=groups,
-            top_groups=top_groups,
-            scale=scale,
-            mask=mask,
+        *kept_call(
+            lambda: torch.ops.shoestring.moe_route(
+                logits,
+                top_k,
+                score=score,
+                bias=bias,
+                renormalize=renormalize,
+                groups=groups,
+                top_groups=top_groups,
+                scale=scale,
+                mask=mask,
+            )
         )
     )

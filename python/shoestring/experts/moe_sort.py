@@ -5,6 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shoestring.core.kept_calls import kept_call
+
 __all__ = ["MoeSort", "moe_sort"]
 
 
@@ -52,4 +54,4 @@ def moe_sort(index: Tensor, experts: int) -> MoeSort:
         >>> torch.equal(rows[inverse].view(3, 2, 4), x.unsqueeze(1).expand(3, 2, 4))
         True
     """
-    return MoeSort(*torch.ops.shoestring.moe_sort(index, experts))
+    return MoeSort(*kept_call(lambda: torch.ops.shoestring.moe_sort(index, experts)))

@@ -30,6 +30,7 @@ from shoestring.core.host_allocator import (  # noqa: E402
     host_allocator,
 )
 from shoestring.distributed.parallelize import ParallelReport, parallelize  # noqa: E402
+from shoestring.experts.upcycle import UpcycleReport, upcycle  # noqa: E402
 from shoestring.integrations.quantized_training import (  # noqa: E402
     convert_quantized,
     prepare_quantized,
@@ -125,6 +126,7 @@ __all__ = [
     "TiledLayers",
     "TrainingPlan",
     "TrainingPosition",
+    "UpcycleReport",
     "add_layer_norm",
     "add_rms_norm",
     "attention",
@@ -195,5 +197,6 @@ __all__ = [
     "tile_layers",
     "tiled",
     "tiled_features",
+    "upcycle",
     "vocab_parallel_linear_cross_entropy",
 ]

@@ -13,6 +13,7 @@
 
 #include "checkpoint/hooks.h"
 #include "checkpoint/kept_buffers.h"
+#include "checkpoint/kept_results.h"
 #include "checkpoint/operator_tape.h"
 #include "checkpoint/rng_state.h"
 
@@ -68,6 +69,7 @@ struct Frame : std::enable_shared_from_this<Frame> {
   // The autocast settings of the first run, which the second run uses too.
   const std::vector<shoestring::detail::AutocastState> autocast = shoestring::detail::autocast_states();
   c10::intrusive_ptr<OperatorTape> tape;
+  KeptResults kept;
   std::vector<std::weak_ptr<Number>> numbers;
   // True once the first run of the function has ended, so that the number of tensors it has saved is final. A
   // second run that starts earlier may save more tensors.
@@ -168,6 +170,7 @@ void Frame::run_again(int pass) {
     rng.restore();
     const HooksGuard guard("checkpoint", hooks);
     KeptBuffersGuard buffers_guard(changing);
+    const KeptResultsRun second(kept, /*is_second=*/true);
     try {
       again(arguments);
     } catch (const Stop&) {
@@ -190,15 +193,18 @@ using namespace activations;
 struct CheckpointRun::Scope {
   explicit Scope(const std::shared_ptr<Frame>& frame) : frame(frame), tape(frame->tape) {
     guard.emplace("checkpoint", std::make_shared<FirstRun>(frame));
+    first.emplace(frame->kept, /*is_second=*/false);
     if (tape) tape->record();
   }
   ~Scope() {
+    first.reset();
     guard.reset();
     if (tape && !finished) tape->abandon();
   }
   void finish() {
     // Remove the hooks of this checkpoint before tape->end(). end() saves the stored operator results as
     // saved tensors, which must go to the hooks that are active around the checkpoint.
+    first.reset();
     guard.reset();
     frame->complete = true;
     finished = true;
@@ -208,6 +214,7 @@ struct CheckpointRun::Scope {
   const std::shared_ptr<Frame> frame;
   const c10::intrusive_ptr<OperatorTape> tape;
   std::optional<HooksGuard> guard;
+  std::optional<KeptResultsRun> first;
 };
 
 CheckpointRun::CheckpointRun(const CheckpointOptions& options, const std::vector<Tensor>& inputs,

@@ -50,8 +50,8 @@ class MoeExperts : public torch::autograd::Function<MoeExperts> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& upstream) {
+    auto saved = saved_fields<Saved>(ctx);  // above `below`: a checkpoint runs its function here
     at::AutoDispatchBelowADInplaceOrView below;
-    auto saved = saved_fields<Saved>(ctx);
     saved.kept.grad = upstream[0];
     static const Operator<ExpertBackward, ExpertGradients> op("shoestring::_moe_experts_backward");
     auto [all] = op(saved.kept);

@@ -11,6 +11,7 @@
 
 #include <shoestring/experts/ops.h>
 
+#include "checkpoint/kept_results.h"
 #include "core/arguments.h"
 #include "core/autograd.h"
 #include "core/call.h"
@@ -267,7 +268,13 @@ RouteResult call_moe_route(const Tensor& logits, int64_t top_k, c10::string_view
                            const OptionalTensor& bias, bool renormalize, int64_t groups, int64_t top_groups,
                            double scale, const OptionalTensor& mask) {
   static auto op = find<decltype(moe_route_meta)>("shoestring::moe_route");
-  return op.call(logits, top_k, score, bias, renormalize, groups, top_groups, scale, mask);
+  // A checkpoint keeps the choice: with logits that are rounded in another way, it could be another one.
+  const auto r = activations::kept_results([&]() -> std::vector<Tensor> {
+    const auto [index, weight, counts, balance, z] =
+        op.call(logits, top_k, score, bias, renormalize, groups, top_groups, scale, mask);
+    return {index, weight, counts, balance, z};
+  });
+  return {r[0], r[1], r[2], r[3], r[4]};
 }
 
 // Autograd of moe_route. Saves the logits, the choice and the counts. The bias has no gradient.

@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <tuple>
+#include <vector>
 
 #include <ATen/Functions.h>
 #include <ATen/Parallel.h>
@@ -7,6 +8,7 @@
 
 #include <shoestring/experts/ops.h>
 
+#include "checkpoint/kept_results.h"
 #include "core/call.h"
 #include "core/cuda.h"
 #include "core/tensors.h"
@@ -144,8 +146,11 @@ namespace shoestring {
 
 MoeSort moe_sort(const at::Tensor& index, int64_t experts) {
   static auto op = find<decltype(experts::moe_sort_meta)>("shoestring::moe_sort");
-  const auto [order, inverse, offsets] = op.call(index, experts);
-  return {order, inverse, offsets};
+  const auto r = activations::kept_results([&]() -> std::vector<at::Tensor> {
+    const auto [order, inverse, offsets] = op.call(index, experts);
+    return {order, inverse, offsets};
+  });
+  return {r[0], r[1], r[2]};
 }
 
 }  // namespace shoestring

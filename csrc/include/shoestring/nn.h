@@ -7,6 +7,9 @@
 #include <shoestring/adapters/virtual_tokens.h>
 #include <shoestring/blocks/attention.h>
 #include <shoestring/blocks/gated_mlp.h>
+#include <shoestring/experts/experts.h>
+#include <shoestring/experts/moe.h>
+#include <shoestring/experts/router.h>
 #include <shoestring/gemm/linear.h>
 #include <shoestring/layers/init.h>
 #include <shoestring/layers/norm.h>

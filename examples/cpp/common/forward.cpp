@@ -122,11 +122,15 @@ Tensor Forward::loss(const Tensor& rows) {
   const Tensor moved = rows.to(device_, rows.scalar_type(), /*non_blocking=*/true);
   const auto all = functions(moved);
   const auto guard = autocast(options_, device_);
-  if (!at::GradMode::is_enabled()) return run_layers(all, inputs_of(moved));
-  if (plan_) return shoestring::checkpoint_sequential(all, *plan_, inputs_of(moved), offload_.get());
-  if (!offload_) return run_layers(all, inputs_of(moved));
-  const auto scope = offload_->scope();
-  return run_layers(all, inputs_of(moved));
+  const Tensor loss = [&] {
+    if (!at::GradMode::is_enabled()) return run_layers(all, inputs_of(moved));
+    if (plan_) return shoestring::checkpoint_sequential(all, *plan_, inputs_of(moved), offload_.get());
+    if (!offload_) return run_layers(all, inputs_of(moved));
+    const auto scope = offload_->scope();
+    return run_layers(all, inputs_of(moved));
+  }();
+  const Tensor of_routers = model_->model->take_router_loss();
+  return of_routers.defined() ? loss + of_routers : loss;
 }
 
 Tensor Forward::run_layers(const std::vector<shoestring::BlockFunction>& functions, Tensor x) {

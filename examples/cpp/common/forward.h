@@ -26,7 +26,7 @@ class Forward {
   /// layers' plan from the file. rows: tokens of a micro-batch.
   void begin_training(const at::Tensor& rows);
   /// Returns the mean loss over all positions of `rows`, which are tokens (rows, tokens + 1) int64 on any
-  /// device, as a scalar on the model's device.
+  /// device, as a scalar on the model's device. During training, the losses of routers are added to it.
   at::Tensor loss(const at::Tensor& rows);
   /// Returns logits (rows, tokens, vocabulary) for tokens (rows, tokens).
   at::Tensor logits(const at::Tensor& tokens);

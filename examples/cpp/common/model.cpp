@@ -7,17 +7,22 @@
 #include <ATen/ops/cat.h>
 #include <ATen/ops/outer.h>
 #include <ATen/ops/pow.h>
+#include <ATen/ops/stack.h>
 #include <c10/util/StringUtil.h>
+#include <shoestring/checkpoint/checkpoint.h>
 #include <shoestring/integrations/model_files.h>
 #include <shoestring/ops.h>
 #include <torch/csrc/autograd/generated/variable_factories.h>
 #include <torch/nn/init.h>
+
+#include <utility>
 
 using at::Tensor;
 
 namespace {
 
 constexpr double kInitStd = 0.02;
+constexpr double kBalance = 0.01, kZ = 0.001;  // coefficients of the losses of routers, as in OLMoE
 
 shoestring::nn::AdaptableLinear linear(const LlamaConfig& config, int64_t in, int64_t out) {
   shoestring::nn::AdaptableLinear layer(
@@ -26,6 +31,15 @@ shoestring::nn::AdaptableLinear linear(const LlamaConfig& config, int64_t in, in
   torch::nn::init::normal_(layer->weight, 0, kInitStd);
   layer->to(config.device, config.dtype);
   return layer;
+}
+
+shoestring::nn::MoE mixture(const LlamaConfig& config) {
+  shoestring::nn::MoE moe(
+      shoestring::nn::MoEOptions(config.hidden, config.intermediate, config.experts, config.top_k)
+          .renormalize(true));
+  for (const Tensor& p : moe->parameters()) torch::nn::init::normal_(p, 0, kInitStd);
+  moe->to(config.device, config.dtype);
+  return moe;
 }
 
 // Returns an initial matrix (vocab, hidden), for the embedding and for the output head.
@@ -104,7 +118,11 @@ Tensor MlpImpl::forward(const Tensor& x) {
 
 DecoderLayerImpl::DecoderLayerImpl(const LlamaConfig& config) {
   self_attn = register_module("self_attn", Attention(config));
-  mlp = register_module("mlp", Mlp(config));
+  if (config.experts > 0) {
+    moe = register_module("mlp", mixture(config));
+  } else {
+    mlp = register_module("mlp", Mlp(config));
+  }
   input_layernorm = register_module("input_layernorm", RMSNorm(config));
   post_attention_layernorm = register_module("post_attention_layernorm", RMSNorm(config));
 }
@@ -112,7 +130,11 @@ DecoderLayerImpl::DecoderLayerImpl(const LlamaConfig& config) {
 Tensor DecoderLayerImpl::forward(const Tensor& x, const Rotary& rotary) {
   const auto [normed, attended] =
       post_attention_layernorm->forward_with_residual(self_attn(input_layernorm(x), rotary), x);
-  return attended + mlp(normed);
+  if (moe.is_empty()) return attended + mlp(normed);
+  const auto [y, route] = moe(normed);
+  if (at::GradMode::is_enabled() && !shoestring::is_recomputing())
+    router_loss = kBalance * route.balance + kZ * route.z;
+  return attended + y;
 }
 
 DecoderImpl::DecoderImpl(const LlamaConfig& config) : config(config) {
@@ -148,6 +170,14 @@ Tensor DecoderImpl::forward(const Tensor& tokens) {
   return x;
 }
 
+Tensor DecoderImpl::take_router_loss() {
+  std::vector<Tensor> all;
+  for (auto& layer : layers) {
+    if (layer->router_loss.defined()) all.push_back(std::exchange(layer->router_loss, {}));
+  }
+  return all.empty() ? Tensor() : at::stack(all).mean();
+}
+
 HeadImpl::HeadImpl(const LlamaConfig& config) : weight(register_parameter("weight", vocabulary(config))) {}
 
 LlamaForCausalLMImpl::LlamaForCausalLMImpl(const LlamaConfig& config)
@@ -157,16 +187,47 @@ LlamaForCausalLMImpl::LlamaForCausalLMImpl(const LlamaConfig& config)
 
 Tensor LlamaForCausalLMImpl::forward(const Tensor& tokens) { return model(tokens); }
 
+shoestring::TensorDict LlamaForCausalLMImpl::tensors() const {
+  shoestring::TensorDict all;
+  for (const auto& p : named_parameters()) {
+    const std::string& name = p.key();
+    const size_t at = config.experts > 0 ? name.find(".mlp.") : std::string::npos;
+    if (at == std::string::npos) {
+      all.insert(name, p.value());
+      continue;
+    }
+    // Files of Mixtral have a matrix for each expert, and the gate apart.
+    const std::string block = name.substr(0, at) + ".block_sparse_moe.";
+    if (name.ends_with("router.weight")) all.insert(block + "gate.weight", p.value());
+    for (int64_t e = 0; !name.ends_with("router.weight") && e < config.experts; ++e) {
+      const std::string expert = block + "experts." + std::to_string(e);
+      const Tensor weight = p.value().detach()[e];
+      if (name.ends_with("down_proj")) {
+        all.insert(expert + ".w2.weight", weight);
+      } else {
+        all.insert(expert + ".w1.weight", weight.narrow(0, 0, config.intermediate));
+        all.insert(expert + ".w3.weight", weight.narrow(0, config.intermediate, config.intermediate));
+      }
+    }
+  }
+  return all;
+}
+
 std::string LlamaConfig::json() const {
-  return c10::str(
-      "{\n  \"architectures\": [\"LlamaForCausalLM\"],\n  \"model_type\": \"llama\",\n  \"vocab_size\": ",
-      vocab_size, ",\n  \"hidden_size\": ", hidden, ",\n  \"intermediate_size\": ", intermediate,
-      ",\n  \"num_hidden_layers\": ", layers, ",\n  \"num_attention_heads\": ", heads,
-      ",\n  \"num_key_value_heads\": ", kv_heads, ",\n  \"head_dim\": ", head_dim,
-      ",\n  \"max_position_embeddings\": ", max_tokens, ",\n  \"rms_norm_eps\": ", rms_norm_eps,
-      ",\n  \"rope_theta\": ", rope_theta,
-      ",\n  \"hidden_act\": \"silu\",\n  \"tie_word_embeddings\": ", tied ? "true" : "false",
-      ",\n  \"bos_token_id\": null,\n  "
-      "\"eos_token_id\": null,\n  \"dtype\": \"",
-      dtype == at::kFloat ? "float32" : "bfloat16", "\"\n}\n");
+  const std::string mixture =
+      experts == 0
+          ? ""
+          : c10::str(",\n  \"num_local_experts\": ", experts, ",\n  \"num_experts_per_tok\": ", top_k,
+                     ",\n  \"router_aux_loss_coef\": ", kBalance, ",\n  \"sliding_window\": null");
+  return c10::str("{\n  \"architectures\": [\"", experts > 0 ? "Mixtral" : "Llama",
+                  "ForCausalLM\"],\n  \"model_type\": \"", experts > 0 ? "mixtral" : "llama",
+                  "\",\n  \"vocab_size\": ", vocab_size, ",\n  \"hidden_size\": ", hidden,
+                  ",\n  \"intermediate_size\": ", intermediate, ",\n  \"num_hidden_layers\": ", layers,
+                  ",\n  \"num_attention_heads\": ", heads, ",\n  \"num_key_value_heads\": ", kv_heads,
+                  ",\n  \"head_dim\": ", head_dim, ",\n  \"max_position_embeddings\": ", max_tokens,
+                  ",\n  \"rms_norm_eps\": ", rms_norm_eps, ",\n  \"rope_theta\": ", rope_theta,
+                  ",\n  \"hidden_act\": \"silu\",\n  \"tie_word_embeddings\": ", tied ? "true" : "false",
+                  ",\n  \"bos_token_id\": null,\n  "
+                  "\"eos_token_id\": null,\n  \"dtype\": \"",
+                  dtype == at::kFloat ? "float32" : "bfloat16", "\"", mixture, "\n}\n");
 }

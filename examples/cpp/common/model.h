@@ -3,6 +3,7 @@
 // A Llama-style decoder with the parameter names of Hugging Face.
 
 #include <shoestring/checkpoint/checkpoint_sequence.h>
+#include <shoestring/files/safetensors.h>
 #include <shoestring/nn.h>
 #include <shoestring/ops.h>
 #include <torch/nn/module.h>
@@ -18,6 +19,9 @@
 struct LlamaConfig {
   int64_t vocab_size, hidden, intermediate, layers, heads, kv_heads, head_dim, max_tokens;
   double rms_norm_eps = 1e-6, rope_theta = 10000;
+  /// If not 0, the MLP of each layer is a mixture of this many experts, of which each token has `top_k`. Each
+  /// expert has `intermediate` hidden features. The model is a Mixtral, and needs values: no placeholders.
+  int64_t experts = 0, top_k = 0;
   bool tied = true;  // whether the output matrix is the embedding matrix
   /// Whether weights start as placeholders, without memory and values. shoestring::load_model then allocates
   /// and fills the weights.
@@ -73,7 +77,10 @@ struct DecoderLayerImpl : torch::nn::Module {
 
   RMSNorm input_layernorm = nullptr, post_attention_layernorm = nullptr;
   Attention self_attn = nullptr;
-  Mlp mlp = nullptr;
+  Mlp mlp = nullptr;                  // empty with experts
+  shoestring::nn::MoE moe = nullptr;  // empty without
+  /// The losses of the router in the last forward pass with gradients, times their coefficients.
+  at::Tensor router_loss;
 };
 TORCH_MODULE(DecoderLayer);
 
@@ -83,6 +90,8 @@ struct DecoderImpl : torch::nn::Module {
   /// Returns the steps of the decoder's forward as functions, for rows of `tokens` tokens: the embedding,
   /// each layer, and the last norm.
   std::vector<shoestring::BlockFunction> functions(int64_t tokens);
+  /// Returns the mean over the layers of `router_loss`, and forgets these. Undefined without experts.
+  at::Tensor take_router_loss();
 
   LlamaConfig config;
   torch::nn::Embedding embed_tokens = nullptr;
@@ -109,6 +118,8 @@ struct LlamaForCausalLMImpl : torch::nn::Module {
   const at::Tensor& output_weight() const {
     return config.tied ? model->embed_tokens->weight : lm_head->weight;
   }
+  /// Returns the parameters with the names that they have in files of Hugging Face.
+  shoestring::TensorDict tensors() const;
 
   LlamaConfig config;
   Decoder model = nullptr;

@@ -86,7 +86,7 @@ void load_checkpoint(const std::string& folder, shoestring::TrainingRun& run) {
                    (refused.empty() ? "there is no checkpoint to continue from" : refused));
 }
 
-void save_model(const std::string& folder, const torch::nn::Module& model, const std::string& config) {
+void save_model(const std::string& folder, const shoestring::TensorDict& tensors, const std::string& config) {
   const std::string path = folder + "/config.json", temporary = path + ".tmp";
   std::FILE* file = std::fopen(temporary.c_str(), "w");
   const bool written =
@@ -98,5 +98,5 @@ void save_model(const std::string& folder, const torch::nn::Module& model, const
     throw InputError(path + ": cannot write: " + std::strerror(written ? errno : error));
   }
   // Write model.safetensors last, so that a directory with model.safetensors is complete.
-  shoestring::save_safetensors(folder + "/model.safetensors", model.named_parameters(), {{"format", "pt"}});
+  shoestring::save_safetensors(folder + "/model.safetensors", tensors, {{"format", "pt"}});
 }

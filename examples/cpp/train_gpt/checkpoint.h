@@ -2,8 +2,8 @@
 
 // Checkpoints of a training run in a folder, as files of shoestring::save_training.
 
+#include <shoestring/files/safetensors.h>
 #include <shoestring/runs/training.h>
-#include <torch/nn/module.h>
 
 #include <string>
 
@@ -22,4 +22,4 @@ void save_checkpoint(const std::string& folder, const shoestring::TrainingRun& r
 void load_checkpoint(const std::string& folder, shoestring::TrainingRun& run);
 
 /// Writes a model directory in Hugging Face's format: config.json and model.safetensors.
-void save_model(const std::string& folder, const torch::nn::Module& model, const std::string& config);
+void save_model(const std::string& folder, const shoestring::TensorDict& tensors, const std::string& config);

@@ -39,6 +39,8 @@ LlamaConfig config_of(const TrainOptions& options, const TokenFile& file, at::De
                      .kv_heads = options.kv_heads,
                      .head_dim = options.hidden / options.heads,
                      .max_tokens = std::max<int64_t>(options.seq_len, 2048)};
+  config.experts = options.experts;
+  config.top_k = options.top_k;
   config.device = device;
   config.dtype = weight_dtype(options);
   return config;
@@ -121,7 +123,7 @@ void train(const TrainOptions& options) {
   // The checkpoint of the last step has been saved, so a later signal ends the program at once.
   signals.reset();
   const auto validation = trainer.validate();
-  processes.present([&] { save_model(options.out, *model, config.json()); });
+  processes.present([&] { save_model(options.out, model->tensors(), config.json()); });
   std::string peaks;
   for (const int64_t bytes : processes.of_all(peak_memory()))
     peaks += (peaks.empty() ? "" : ", ") + std::to_string(bytes >> 20);

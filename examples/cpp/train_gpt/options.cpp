@@ -18,6 +18,11 @@ void check(const TrainOptions& o) {
                                              std::to_string(o.hidden));
   require(o.heads % o.kv_heads == 0, "--kv-heads: expected a divisor of --heads, " + std::to_string(o.heads) +
                                          ", got " + std::to_string(o.kv_heads));
+  require(
+      o.experts == 0 || o.top_k <= o.experts,
+      "--top-k: expected 1 to --experts, " + std::to_string(o.experts) + ", got " + std::to_string(o.top_k));
+  refuse_together("--plan " + o.plan, !o.plan.empty(), "--experts " + std::to_string(o.experts),
+                  o.experts > 0);
   if (o.training_plan) {
     const auto expect_none = [&](const char* field, const std::string& value) {
       require(value == "none", "--plan " + o.plan + ": " + field + ": expected none, since train_gpt does " +
@@ -59,6 +64,9 @@ TrainOptions parse_options(int argc, const char* const* argv) {
   line.add("heads", o.heads, 1, 1 << 14, kDecides, "attention heads");
   line.add("kv-heads", o.kv_heads, 1, 1 << 14, kDecides,
            "heads of keys and values; --heads is a multiple of it");
+  line.add("experts", o.experts, 0, 2048, kDecides,
+           "replace each MLP by a mixture of so many, balanced by a loss; 0: none");
+  line.add("top-k", o.top_k, 1, 2048, kDecides, "experts of a token, with --experts");
   line.add("checkpoint-every", o.checkpoint_every, 1, 1'000'000'000, kMayChange,
            "steps between checkpoints; the last two are kept");
   line.add("resume", o.resume, kMayChange,
@@ -73,6 +81,8 @@ TrainOptions parse_options(int argc, const char* const* argv) {
       {"none", "8bit", "4bit", "1bit"});
   line.add("baseline", o.baseline, kDecides, "the same with LibTorch's own loss and AdamW, to compare");
   line.parse(argc, argv);
+  if (line.is_given("top-k") && o.experts == 0)
+    throw InputError("--top-k: expected --experts with it, whose number of a token it is, got none");
   follow_plan(line, o);
   check_loop_options(o);
   check(o);

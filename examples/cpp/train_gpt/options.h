@@ -8,6 +8,7 @@
 /// The options of train_gpt: those that the training programs share, and its own.
 struct TrainOptions : LoopOptions {
   int64_t layers = 6, hidden = 256, heads = 4, kv_heads = 4, checkpoint_every = 50;
+  int64_t experts = 0, top_k = 2;  // without experts, the model has dense MLPs
   bool resume = false;
 
   /// The values of all options that affect the result of training, by name. A run can be resumed only with

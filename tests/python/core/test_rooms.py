@@ -29,6 +29,7 @@ LIBRARY: dict[str, tuple[str, ...]] = {
     "offload": ("core", "quantization"),
     "optim": ("core", "files", "gemm", "offload", "quantization"),
     "checkpoint": ("core", "losses", "offload", "quantization"),
+    "experts": ("blocks", "checkpoint", "core", "gemm", "layers"),
     "integrations": (
         "adapters",
         "attention",

@@ -152,6 +152,8 @@ decltype(auto) call(F& fn, const Inputs& inputs) {
 /// same in both runs: different shapes, dtypes or operators raise an error in backward. It must not change
 /// its inputs in place. Name the buffers that it changes in `options.buffers`, unless fn is their module.
 ///
+/// The results of moe_route and moe_sort in fn are always stored, so the second run chooses the same experts.
+///
 /// Calls may be nested. autograd::grad (also inside fn), retain_graph, second derivatives, exceptions in fn
 /// and tensors without gradients behave as without checkpoint. If fn itself starts a backward pass, each such
 /// pass runs fn again. While gradient mode is off, checkpoint only calls fn(inputs).
@@ -229,6 +231,10 @@ SHOESTRING_API std::vector<int64_t> tile_rows(int64_t rows, int64_t columns, int
 ///     y = tiled_outputs(functions, x);
 SHOESTRING_API at::Tensor tiled_outputs(
     const std::vector<std::function<at::Tensor(const at::Tensor&)>>& tiles, const at::Tensor& x);
+
+/// Returns whether this thread is in the second run of a checkpointed function, in backward. Modules that
+/// count their forward passes ask for it, so that each pass counts once.
+SHOESTRING_API bool is_recomputing();
 
 /// Returns x itself and gives it a name for CheckpointOptions::keep. If the name is in `keep` of a
 /// surrounding checkpoint, that checkpoint stores all results of the operator that made x. Backward then does

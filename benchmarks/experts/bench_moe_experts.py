@@ -2,6 +2,8 @@
 
 The rows "grouped_mm" and "eager" are the experts of transformers with these implementations, on the weights of
 shoestring. The row "limit" is one product of all rows with as many operations by addmm_, which has neither gates nor sums.
+
+The tables "frozen" compare frozen stacks in bf16 with frozen stacks in NF4 that have LoRA of rank 16, forward and backward.
 """
 
 from __future__ import annotations
@@ -36,6 +38,13 @@ SHAPES = [
     Shape("256 experts", 1024, 512, 128, 256, 8),
     Shape("4 rows an expert", 32, 1024, 512, 64, 8),
 ]
+FROZEN = [
+    Shape("frozen, 64 rows an expert", 512, 512, 256, 32, 4),
+    Shape("frozen, 256 rows an expert", 2048, 512, 256, 32, 4),
+    Shape("frozen, Qwen3, 16 of 128 experts", 512, 2048, 768, 16, 2),
+    Shape("frozen, Qwen3, 16 of 128 experts, long", 2048, 2048, 768, 16, 2),
+]
+RANK = 16
 QUICK = [Shape("quick", 32, 64, 24, 4, 2)]
 
 
@@ -94,6 +103,40 @@ def dense(shape: Shape, dtype: torch.dtype, device: str, backward: bool) -> Call
     return lambda: [multiply(out, m, n, beta=0) for out, (m, n) in zip(results, terms, strict=True)]
 
 
+def frozen_of(shape: Shape, device: str) -> Candidates:
+    """Return steps of frozen stacks with gradients of x, of the weights of experts and of LoRA."""
+    # Each expert has as many rows.
+    first = torch.arange(shape.tokens, device=device).unsqueeze(1) * shape.top_k
+    index = (first + torch.arange(shape.top_k, device=device)) % shape.experts
+    x, weight, grad = (
+        torch.randn(shape.tokens, n, device=device).bfloat16().requires_grad_(i < 2)
+        for i, n in enumerate((shape.features, shape.top_k, shape.features))
+    )
+    e, d, n = shape.experts, shape.features, shape.hidden
+    gate_up, down = (
+        torch.randn(*size, device=device).bfloat16() / size[-1] ** 0.5 for size in ((e, 2 * n, d), (e, d, n))
+    )
+    codes = [shoestring.quantize_4bit(t) for t in (gate_up, down)] if device == "cpu" else []
+    lora = shoestring.ExpertLora(
+        *(
+            (torch.randn(*size, device=device) / size[-1] ** 0.5).requires_grad_()
+            for size in ((e, RANK, d), (e, 2 * n, RANK), (e, RANK, n), (e, d, RANK))
+        )
+    )
+
+    def step(stacks: list[Tensor], lora: shoestring.ExpertLora | None) -> object:
+        y = shoestring.moe_experts(x, index, weight, *stacks, lora=lora)
+        return torch.autograd.grad(y, [x, weight, *(lora[:4] if lora else ())], grad)
+
+    runs: Candidates = {
+        "bf16": lambda: step([gate_up, down], None),
+        "bf16, LoRA": lambda: step([gate_up, down], lora),
+    }
+    if codes:  # quantised stacks are computed on the CPU alone
+        runs |= {"NF4": lambda: step(codes, None), "NF4, LoRA": lambda: step(codes, lora)}
+    return runs
+
+
 def more_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", default="", help="the shapes whose name contains this text")
 
@@ -121,6 +164,17 @@ def main() -> None:
                     operations / 1e9,
                     "GFLOP/s",
                 )
+    for shape in QUICK if options.quick else FROZEN:
+        if options.only not in shape.name:
+            continue
+        runs = frozen_of(shape, device)
+        slots = shape.tokens * shape.top_k
+        report.table(
+            f"{shape.name}, {slots} rows, {shape.experts} x ({shape.features} -> {shape.hidden})",
+            interleave(runs, options.repeats, device),
+            12 * slots * shape.features * shape.hidden / 1e9,
+            "GFLOP/s",
+        )
     report.finish()
 
 

@@ -18,14 +18,17 @@
 #include "core/call.h"
 #include "core/tensors.h"
 #include "core/threads.h"
+#include "experts/expert_stack.h"
 #include "experts/moe_gate_double.h"
 #include "experts/slots.h"
 #include "gemm/products.h"
+#include "quantization/packed.h"
 
 namespace shoestring::experts {
 
 using kernels::Gate;
 using kernels::GateKind;
+using Shape = std::vector<c10::SymInt>;
 
 Gate ExpertOptions::gate() const {
   const auto kind = activation == "silu"        ? GateKind::kSilu
@@ -34,6 +37,85 @@ Gate ExpertOptions::gate() const {
                                                 : GateKind::kSwigluOai;
   const auto most = static_cast<float>(limit.value_or(std::numeric_limits<double>::infinity()));
   return {kind, most, interleaved};
+}
+
+ExpertSizes sizes_of(const Tensor& x, const Tensor& gate_up, const ExpertScales& scales, bool transposed) {
+  const c10::SymInt features = x.sym_size(-1);
+  if (!scales.gate_up_absmax.has_value())
+    return {gate_up.sym_size(0), features, gate_up.sym_size(transposed ? 2 : 1) / 2};
+  const c10::SymInt hidden = *scales.hidden_features;
+  return {gate_up.sym_numel() * (scales.quant_type == "int8" ? 1 : 2) / (2 * hidden * features), features,
+          hidden};
+}
+
+void ExpertArguments::like_x(const std::string& name, const Tensor& t) const {
+  TORCH_CHECK(t.device() == x.device(), kMoeExpertsOp, ": ", name, ": expected a tensor on ", x.device(),
+              ", received one on ", t.device());
+}
+
+Shape ExpertArguments::stack_shape(const c10::SymInt& experts, const c10::SymInt& out,
+                                   const c10::SymInt& in) const {
+  return options.transposed ? Shape{experts, in, out} : Shape{experts, out, in};
+}
+
+void ExpertArguments::check_gate_up() const {
+  const auto& hidden = scales.hidden_features;
+  if (!scales.gate_up_absmax.has_value()) {
+    const int64_t dim = options.transposed ? 2 : 1;
+    TORCH_CHECK(gate_up.dim() == 3 && gate_up.sym_size(dim) % 2 == 0, kMoeExpertsOp,
+                ": gate_up: expected shape ",
+                options.transposed ? "(experts, features, 2 hidden)" : "(experts, 2 hidden, features)",
+                ", received ", gate_up.sym_sizes());
+    TORCH_CHECK(!hidden.has_value() || gate_up.sym_size(dim) == 2 * *hidden, kMoeExpertsOp,
+                ": hidden_features: expected half of the ", gate_up.sym_size(dim),
+                " features of gate_up, received ", hidden.value_or(0));
+    return;
+  }
+  TORCH_CHECK(hidden.value_or(0) > 0, kMoeExpertsOp,
+              ": hidden_features: expected a number above 0 with a quantised gate_up, received ",
+              hidden.has_value() ? std::to_string(*hidden) : "none");
+  const c10::SymInt features = x.sym_size(-1);
+  TORCH_CHECK(features > 0, kMoeExpertsOp, ": x: expected features with a quantised gate_up, received none");
+  const c10::SymInt codes = gate_up.sym_numel() * (scales.quant_type == "int8" ? 1 : 2);
+  const c10::SymInt matrix = 2 * *hidden * features;
+  TORCH_CHECK(codes % matrix == 0, kMoeExpertsOp, ": gate_up: expected ", matrix,
+              " codes for each expert, 2 hidden_features * features, received ", codes, " codes");
+  check_codes("gate_up", gate_up, scales.gate_up_absmax, scales.gate_up_nested, codes / matrix, 2 * *hidden,
+              features);
+}
+
+void ExpertArguments::check_codes(const std::string& name, const Tensor& codes, const OptionalTensor& absmax,
+                                  const OptionalTensor& nested, const c10::SymInt& experts,
+                                  const c10::SymInt& out, const c10::SymInt& in) const {
+  like_x(name, codes);
+  like_x(name + "_absmax", *absmax);
+  if (nested.has_value()) like_x(name + "_nested", *nested);
+  const std::string where = kMoeExpertsOp + (": " + name);
+  const c10::SymInt block = scales.block(options.transposed ? out : in);
+  quantization::check_packed(where.c_str(), codes, *absmax, nested, experts * out * in, scales.quant_type,
+                             block.guard_int(__FILE__, __LINE__), x.device());
+  TORCH_CHECK(out * in % block == 0, where, ": expected whole blocks of ", block,
+              " elements for each expert, received matrices of ", out, " x ", in,
+              "; quantise with a block_size that divides their elements");
+}
+
+void ExpertArguments::check_update(const std::string& name, const OptionalTensor& a, const OptionalTensor& b,
+                                   const c10::SymInt& experts, const c10::SymInt& in,
+                                   const c10::SymInt& out) const {
+  TORCH_CHECK(a.has_value() == b.has_value(), kMoeExpertsOp, ": ", name, a.has_value() ? "_b" : "_a",
+              ": expected a tensor with ", name, a.has_value() ? "_a" : "_b", ", received none");
+  if (!a.has_value()) return;
+  const auto fits = [&](const std::string& part, const Tensor& t, bool shape, const Shape& expected) {
+    TORCH_CHECK(shape && is_supported_float(t.scalar_type()), kMoeExpertsOp, ": ", part, ": expected shape ",
+                c10::SymIntArrayRef(expected), " in fp32, fp64, bf16 or fp16, received ", t.sym_sizes(),
+                " of ", t.scalar_type());
+    like_x(part, t);
+  };
+  const c10::SymInt rank = a->dim() == 3 ? a->sym_size(1) : 0;
+  TORCH_CHECK(rank > 0, kMoeExpertsOp, ": ", name, "_a: expected shape (experts, rank, ", in,
+              ") with a rank above 0, received ", a->sym_sizes());
+  fits(name + "_a", *a, a->sym_sizes() == Shape{experts, rank, in}, {experts, rank, in});
+  fits(name + "_b", *b, b->sym_sizes() == Shape{experts, out, rank}, {experts, out, rank});
 }
 
 void ExpertArguments::check() const {
@@ -56,11 +138,7 @@ void ExpertArguments::check() const {
   TORCH_CHECK(weight.sym_sizes() == index.sym_sizes() && is_supported_float(weight.scalar_type()),
               kMoeExpertsOp, ": weight: expected the shape of index, ", index.sym_sizes(),
               ", in fp32, fp64, bf16 or fp16, received ", weight.sym_sizes(), " of ", weight.scalar_type());
-  const auto like_x = [&](const char* name, const Tensor& t) {
-    TORCH_CHECK(t.device() == x.device(), kMoeExpertsOp, ": ", name, ": expected a tensor on ", x.device(),
-                ", received one on ", t.device());
-  };
-  const auto fits = [&](const char* name, const Tensor& t, std::vector<c10::SymInt> shape) {
+  const auto fits = [&](const char* name, const Tensor& t, const std::vector<c10::SymInt>& shape) {
     TORCH_CHECK(t.sym_sizes() == shape, kMoeExpertsOp, ": ", name, ": expected shape ",
                 c10::SymIntArrayRef(shape), ", received ", t.sym_sizes());
     TORCH_CHECK(dtype.has_value() ? is_supported_float(t.scalar_type()) : t.scalar_type() == type(),
@@ -72,21 +150,24 @@ void ExpertArguments::check() const {
   };
   like_x("index", index);
   like_x("weight", weight);
-  const char* shape = transposed ? "(experts, features, 2 hidden)" : "(experts, 2 hidden, features)";
-  TORCH_CHECK(gate_up.dim() == 3 && gate_up.sym_size(transposed ? 2 : 1) % 2 == 0, kMoeExpertsOp,
-              ": gate_up: expected shape ", shape, ", received ", gate_up.sym_sizes());
-  const c10::SymInt experts = gate_up.sym_size(0), features = x.sym_size(-1),
-                    both = gate_up.sym_size(transposed ? 2 : 1), hidden = both / 2;
-  using Shape = std::vector<c10::SymInt>;
-  fits("gate_up", gate_up, transposed ? Shape{experts, features, both} : Shape{experts, both, features});
-  fits("down", down, transposed ? Shape{experts, hidden, features} : Shape{experts, features, hidden});
+  check_gate_up();
+  const auto [experts, features, hidden] = sizes();
+  const c10::SymInt both = 2 * hidden;
+  if (!scales.gate_up_absmax.has_value()) fits("gate_up", gate_up, stack_shape(experts, both, features));
+  if (scales.down_absmax.has_value()) {
+    check_codes("down", down, scales.down_absmax, scales.down_nested, experts, features, hidden);
+  } else {
+    fits("down", down, stack_shape(experts, features, hidden));
+  }
   if (gate_up_bias.has_value()) fits("gate_up_bias", *gate_up_bias, {experts, both});
   if (down_bias.has_value()) fits("down_bias", *down_bias, {experts, features});
+  check_update("gate_up", updates.gate_up_a, updates.gate_up_b, experts, features, both);
+  check_update("down", updates.down_a, updates.down_b, experts, hidden, features);
 }
 
 ExpertSlots ExpertArguments::sorted() const {
   static auto sort = find<ExpertSlots(const Tensor&, int64_t)>("shoestring::moe_sort");
-  return sort.call(index, gate_up.size(0));
+  return sort.call(index, sizes().experts.expect_int());
 }
 
 ExpertTokens::ExpertTokens(const Tensor& order, const Tensor& weight, at::ScalarType sums)
@@ -95,26 +176,36 @@ ExpertTokens::ExpertTokens(const Tensor& order, const Tensor& weight, at::Scalar
 
 namespace {
 
-// A stack of weights as (experts, in_features, out_features).
-struct StackOfWeights {
-  StackOfWeights(const Tensor& weight, bool transposed, at::ScalarType compute)
-      : view(in_order(weight, transposed, compute)) {}
+// Returns a stack with the scales `absmax`, or a dense one.
+ExpertStack stack_of(const Tensor& weight, const OptionalTensor& absmax, const OptionalTensor& nested,
+                     const ExpertScales& scales, bool transposed, const ExpertSizes& sizes, bool is_down,
+                     at::ScalarType compute) {
+  if (!absmax.has_value()) return {weight, transposed, compute};
+  const int64_t features = sizes.features.expect_int(), hidden = sizes.hidden.expect_int();
+  const int64_t out = is_down ? features : 2 * hidden, in = is_down ? hidden : features;
+  const int64_t rows = transposed ? in : out, columns = transposed ? out : in;
+  return {quantization::PackedReader(Backend::kCpu, kMoeExpertsOp, weight, *absmax, nested, scales.quant_type,
+                                     scales.block(columns).expect_int()),
+          sizes.experts.expect_int(), rows, columns, transposed};
+}
 
-  // Returns the columns [first, last) of the product with the weight, and with its transpose.
-  gemm::Factor columns(int64_t e, int64_t first, int64_t last) const {
-    return view[e].narrow(1, first, last - first);
-  }
-  gemm::Factor rows(int64_t e, int64_t first, int64_t last) const {
-    return view[e].narrow(0, first, last - first).t();
-  }
+// The weights of a layer.
+struct Weights {
+  template <class Arguments>  // ExpertArguments or ExpertBackward
+  Weights(const Arguments& from, at::ScalarType compute)
+      : sizes(sizes_of(from.x, from.gate_up, from.scales, from.options.transposed)),
+        gate_up(stack_of(from.gate_up, from.scales.gate_up_absmax, from.scales.gate_up_nested, from.scales,
+                         from.options.transposed, sizes, /*is_down=*/false, compute)),
+        down(stack_of(from.down, from.scales.down_absmax, from.scales.down_nested, from.scales,
+                      from.options.transposed, sizes, /*is_down=*/true, compute)),
+        gate_up_update(from.updates.gate_up_a, from.updates.gate_up_b, from.updates.scaling, compute),
+        down_update(from.updates.down_a, from.updates.down_b, from.updates.scaling, compute) {}
 
-  Tensor view;
+  int64_t hidden() const { return sizes.hidden.expect_int(); }
 
- private:
-  static Tensor in_order(const Tensor& weight, bool transposed, at::ScalarType compute) {
-    const Tensor read = readable(weight, compute);
-    return transposed ? read : read.transpose(1, 2);
-  }
+  ExpertSizes sizes;
+  ExpertStack gate_up, down;
+  ExpertUpdate gate_up_update, down_update;
 };
 
 // ---- the gate
@@ -172,25 +263,22 @@ ExpertResults experts_cpu(const ExpertArguments& arguments) {
   const auto [order, inverse, offsets] = arguments.sorted();
   const Tensor x = as_matrix(arguments.x).to(arguments.type());
   const auto compute = gemm::product_type(x), sums = compute_type(x);
-  const ExpertOptions& options = arguments.options;
-  const StackOfWeights gate_up(arguments.gate_up, options.transposed, compute),
-      down(arguments.down, options.transposed, compute);
+  const Weights weights(arguments, compute);
   const ExpertTokens tokens(order, arguments.weight, sums);
   const auto bias = [&](const OptionalTensor& b) {
     return b.has_value() ? b->to(sums).contiguous() : Tensor();
   };
-  const Tensor h = at::empty({order.size(0), gate_up.view.size(2)}, x.options());
-  gemm::multiply_slots(
-      compute, h, {gatherable(x, compute), numbers(tokens.rows), true}, numbers(offsets),
-      [&](int64_t e, int64_t first, int64_t last) { return gate_up.columns(e, first, last); },
-      bias(arguments.gate_up_bias));
-  const Tensor a = at::empty({order.size(0), down.view.size(1)}, x.options());
-  gate_rows(options.gate(), h, numbers(offsets).back(), a);
+  const auto bounds = numbers(offsets);
+  const gemm::Slots inputs{gatherable(x, compute), numbers(tokens.rows), true};
+  const Tensor h = at::empty({order.size(0), 2 * weights.hidden()}, x.options());
+  gemm::multiply_slots(compute, h, inputs, bounds, weights.gate_up.forward(), bias(arguments.gate_up_bias),
+                       weights.gate_up_update.forward(weights.gate_up_update.low(inputs, bounds)));
+  const Tensor a = at::empty({order.size(0), weights.hidden()}, x.options());
+  gate_rows(arguments.options.gate(), h, bounds.back(), a);
   const Tensor out = at::empty(x.sizes(), x.options());
-  gemm::sum_slots(
-      compute, out, a, numbers(tokens.rows), numbers(offsets),
-      [&](int64_t e, int64_t first, int64_t last) { return down.columns(e, first, last); },
-      bias(arguments.down_bias), tokens.scale);
+  gemm::sum_slots(compute, out, a, numbers(tokens.rows), bounds, weights.down.forward(),
+                  bias(arguments.down_bias), tokens.scale,
+                  weights.down_update.forward(weights.down_update.low({a}, bounds)));
   return {out.view(arguments.x.sizes()), h, order, offsets};
 }
 
@@ -212,8 +300,8 @@ ExpertGradients experts_backward_cpu(const ExpertBackward& arguments) {
   const Tensor x = as_matrix(arguments.x), h = arguments.hidden;
   const auto compute = gemm::product_type(x), sums = compute_type(x);
   const Tensor grad = gatherable(as_matrix(arguments.grad).to(x.scalar_type()), compute);
-  const StackOfWeights gate_up(arguments.gate_up, transposed, compute),
-      down(arguments.down, transposed, compute);
+  const Weights weights(arguments, compute);
+  const ExpertUpdate &gate_up_update = weights.gate_up_update, &down_update = weights.down_update;
   const ExpertTokens tokens(arguments.order, arguments.weight, sums);
   const auto offsets = numbers(arguments.offsets);
   const gemm::Slots inputs{gatherable(x, compute), numbers(tokens.rows), true},
@@ -221,9 +309,10 @@ ExpertGradients experts_backward_cpu(const ExpertBackward& arguments) {
   ExpertGradients gradients;
 
   // The gradient of a without the weight; then the weighted a.
-  const Tensor a = at::empty({h.size(0), down.view.size(1)}, h.options()), grad_h = at::empty_like(h);
-  gemm::multiply_slots(compute, a, upstream, offsets,
-                       [&](int64_t e, int64_t first, int64_t last) { return down.rows(e, first, last); });
+  const Tensor a = at::empty({h.size(0), weights.hidden()}, h.options()), grad_h = at::empty_like(h);
+  const Tensor grad_low_down = down_update.grad_low(upstream, offsets);
+  gemm::multiply_slots(compute, a, upstream, offsets, weights.down.backward(), {},
+                       down_update.backward(grad_low_down));
   const Tensor along =
       gate_rows_backward(arguments.options.gate(), h, tokens.scale, offsets.back(), a, grad_h);
   if (wants[kGradWeight]) {
@@ -233,20 +322,33 @@ ExpertGradients experts_backward_cpu(const ExpertBackward& arguments) {
     by_slot.index_copy_(0, arguments.order, along);
     gradients.all[kGradWeight] = by_slot.view(arguments.weight.sizes()).to(arguments.weight.scalar_type());
   }
-  const auto of_stack = [&](const Tensor& weight, const gemm::Slots& in, const gemm::Slots& out) {
+  const auto by_expert = [&](const Tensor& weight, const gemm::Slots& rows, const gemm::Slots& columns) {
     const Tensor result = empty_results(weight.sizes(), weight, weight.scalar_type(), compute);
-    gemm::multiply_by_group(compute, result, transposed ? in : out, transposed ? out : in, offsets);
+    gemm::multiply_by_group(compute, result, rows, columns, offsets);
     return result.to(weight.scalar_type());
+  };
+  const auto of_stack = [&](const Tensor& weight, const gemm::Slots& in, const gemm::Slots& out) {
+    return by_expert(weight, transposed ? in : out, transposed ? out : in);
   };
   if (wants[kGradDown]) gradients.all[kGradDown] = of_stack(arguments.down, {a}, upstream);
   if (wants[kGradDownBias])
     gradients.all[kGradDownBias] = sum_by_expert(grad, offsets, numbers(tokens.rows), tokens.scale);
   if (wants[kGradGateUp]) gradients.all[kGradGateUp] = of_stack(arguments.gate_up, inputs, {grad_h});
   if (wants[kGradGateUpBias]) gradients.all[kGradGateUpBias] = sum_by_expert(grad_h, offsets);
+  const auto& updates = arguments.updates;
+  if (wants[kGradDownA]) gradients.all[kGradDownA] = by_expert(*updates.down_a, {grad_low_down}, {a});
+  if (wants[kGradDownB])
+    gradients.all[kGradDownB] = by_expert(*updates.down_b, upstream, {down_update.low({a}, offsets)});
+  if (wants[kGradGateUpB])
+    gradients.all[kGradGateUpB] =
+        by_expert(*updates.gate_up_b, {grad_h}, {gate_up_update.low(inputs, offsets)});
+  if (!wants[kGradX] && !wants[kGradGateUpA]) return gradients;
+  const Tensor grad_low = gate_up_update.grad_low({grad_h}, offsets);
+  if (wants[kGradGateUpA]) gradients.all[kGradGateUpA] = by_expert(*updates.gate_up_a, {grad_low}, inputs);
   if (wants[kGradX]) {
     const Tensor grad_x = at::empty(x.sizes(), x.options());
-    gemm::sum_slots(compute, grad_x, grad_h, numbers(tokens.rows), offsets,
-                    [&](int64_t e, int64_t first, int64_t last) { return gate_up.rows(e, first, last); });
+    gemm::sum_slots(compute, grad_x, grad_h, numbers(tokens.rows), offsets, weights.gate_up.backward(), {},
+                    {}, gate_up_update.backward(grad_low));
     gradients.all[kGradX] = grad_x.view(arguments.x.sizes());
   }
   return gradients;
@@ -258,29 +360,35 @@ ExpertResults experts_meta(const ExpertArguments& arguments) {
   arguments.check();
   const auto options = arguments.x.options().dtype(arguments.type());
   const auto slots = arguments.index.sym_numel();
-  const Tensor& stack = arguments.gate_up;
+  const auto sizes = arguments.sizes();
   return {at::empty_symint(arguments.x.sym_sizes(), options),
-          at::empty_symint({slots, stack.sym_size(arguments.options.transposed ? 2 : 1)}, options),
+          at::empty_symint({slots, 2 * sizes.hidden}, options),
           at::empty_symint({slots}, arguments.index.options()),
-          at::empty_symint({stack.sym_size(0) + 1}, arguments.index.options())};
+          at::empty_symint({sizes.experts + 1}, arguments.index.options())};
 }
 
 ExpertGradients experts_backward_meta(const ExpertBackward& arguments) {
   ExpertGradients gradients;
-  const auto like = [&](ExpertGradient i, const Tensor& t) {
-    if (arguments.output_mask[i]) gradients.all[i] = at::empty_symint(t.sym_sizes(), t.options());
+  const auto like = [&](ExpertGradient i, const OptionalTensor& t) {
+    if (arguments.output_mask[i]) gradients.all[i] = at::empty_symint(t->sym_sizes(), t->options());
   };
-  const auto sums = [&](ExpertGradient i, const Tensor& stack, bool transposed) {
+  const auto [experts, features, hidden] =
+      sizes_of(arguments.x, arguments.gate_up, arguments.scales, arguments.options.transposed);
+  const auto sums = [&](ExpertGradient i, const c10::SymInt& columns) {
     if (!arguments.output_mask[i]) return;
-    gradients.all[i] = at::empty_symint({stack.sym_size(0), stack.sym_size(transposed ? 2 : 1)},
-                                        arguments.x.options().dtype(compute_type(arguments.x)));
+    gradients.all[i] =
+        at::empty_symint({experts, columns}, arguments.x.options().dtype(compute_type(arguments.x)));
   };
   like(kGradX, arguments.x);
   like(kGradWeight, arguments.weight);
   like(kGradGateUp, arguments.gate_up);
   like(kGradDown, arguments.down);
-  sums(kGradGateUpBias, arguments.gate_up, arguments.options.transposed);
-  sums(kGradDownBias, arguments.down, arguments.options.transposed);
+  sums(kGradGateUpBias, 2 * hidden);
+  sums(kGradDownBias, features);
+  like(kGradGateUpA, arguments.updates.gate_up_a);
+  like(kGradGateUpB, arguments.updates.gate_up_b);
+  like(kGradDownA, arguments.updates.down_a);
+  like(kGradDownB, arguments.updates.down_b);
   return gradients;
 }
 
@@ -293,6 +401,12 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
   // - activation: 'silu', 'gelu', 'gelu_tanh', or 'swigluoai', g * sigmoid(1.702 g) * (u + 1).
   // - limit: g is clamped to at most this number, and u to [-limit, limit].
   // - interleaved: g is at even and u at odd features, else the first and the second half.
+  // A stack whose absmax is given has the codes and scales of a quantised weight (quantization/schema.cpp)
+  // with the shape above, and no gradient. With gate_up_absmax, hidden_features is the hidden size. The
+  // matrix of an expert is a number of whole blocks. For 'int8', a row shares a scale, whatever block_size.
+  // - gate_up_a (experts, rank, features) and gate_up_b (experts, 2 hidden, rank), down_a (experts, rank,
+  // hidden) and down_b (experts, features, rank): scaling * b_e a_e is added to the weight of expert e,
+  // without computing the product of b_e and a_e.
   // dtype: as in linear.
   const std::string given = c10::str("(", schema_of<ExpertArguments>(), ") -> ");
   m.def(("moe_experts" + given + "Tensor").c_str());

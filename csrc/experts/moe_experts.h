@@ -6,6 +6,7 @@
 #include <optional>
 #include <string>
 #include <tuple>
+#include <vector>
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/DeviceGuard.h>
@@ -37,6 +38,49 @@ struct ExpertOptions {
   kernels::Gate gate() const;
 };
 
+/// The scales of quantised stacks. A stack without `absmax` is dense.
+struct ExpertScales {
+  OptionalTensor gate_up_absmax{}, gate_up_nested{}, down_absmax{}, down_nested{};
+  std::string quant_type = "nf4";
+  int64_t block_size = 64;                   // of 4-bit codes; int8 has a scale for each row
+  std::optional<int64_t> hidden_features{};  // given with codes of gate_up, which may be flat
+
+  template <class Self, class Visitor>
+  static void fields(Self& self, Visitor& visit) {
+    visit("gate_up_absmax", self.gate_up_absmax);
+    visit("gate_up_nested", self.gate_up_nested);
+    visit("down_absmax", self.down_absmax);
+    visit("down_nested", self.down_nested);
+    visit("quant_type", self.quant_type);
+    visit("block_size", self.block_size);
+    visit("hidden_features", self.hidden_features);
+  }
+  /// Returns the elements that share a scale, for rows of a length.
+  c10::SymInt block(const c10::SymInt& row) const { return quant_type == "int8" ? row : block_size; }
+};
+
+/// The low-rank updates of the stacks: the weight of an expert is W + scaling * B A.
+struct ExpertUpdates {
+  OptionalTensor gate_up_a{}, gate_up_b{}, down_a{}, down_b{};
+  double scaling = 1;
+
+  template <class Self, class Visitor>
+  static void fields(Self& self, Visitor& visit) {
+    visit("gate_up_a", self.gate_up_a);
+    visit("gate_up_b", self.gate_up_b);
+    visit("down_a", self.down_a);
+    visit("down_b", self.down_b);
+    visit("scaling", self.scaling);
+  }
+};
+
+struct ExpertSizes {
+  c10::SymInt experts, features, hidden;
+};
+
+/// Returns the sizes of a layer whose arguments are checked.
+ExpertSizes sizes_of(const Tensor& x, const Tensor& gate_up, const ExpertScales& scales, bool transposed);
+
 /// The results of moe_sort: order, inverse and offsets.
 using ExpertSlots = std::tuple<Tensor, Tensor, Tensor>;
 
@@ -44,6 +88,8 @@ struct ExpertArguments {
   Tensor x{}, index{}, weight{}, gate_up{}, down{};
   OptionalTensor gate_up_bias{}, down_bias{};
   ExpertOptions options{};
+  ExpertScales scales{};
+  ExpertUpdates updates{};
   std::optional<at::ScalarType> dtype{};  // the dtype of the products and of the result; that of x without it
 
   template <class Self, class Visitor>
@@ -57,12 +103,28 @@ struct ExpertArguments {
     visit("gate_up_bias", self.gate_up_bias);
     visit("down_bias", self.down_bias);
     ExpertOptions::fields(self.options, visit);
+    ExpertScales::fields(self.scales, visit);
+    ExpertUpdates::fields(self.updates, visit);
     visit("dtype", self.dtype);
   }
   at::ScalarType type() const { return dtype.value_or(x.scalar_type()); }
+  ExpertSizes sizes() const { return sizes_of(x, gate_up, scales, options.transposed); }
+  /// Raises unless the arguments fit.
   void check() const;
   /// Sorts the slots by their experts.
   ExpertSlots sorted() const;
+
+ private:
+  using Shape = std::vector<c10::SymInt>;
+  using Size = c10::SymInt;
+
+  void like_x(const std::string& name, const Tensor& t) const;
+  Shape stack_shape(const Size& experts, const Size& out, const Size& in) const;
+  void check_gate_up() const;
+  void check_codes(const std::string& name, const Tensor& codes, const OptionalTensor& absmax,
+                   const OptionalTensor& nested, const Size& experts, const Size& out, const Size& in) const;
+  void check_update(const std::string& name, const OptionalTensor& a, const OptionalTensor& b,
+                    const Size& experts, const Size& in, const Size& out) const;
 };
 
 /// The token of each slot, in the order of moe_sort, and its weight, in the dtype of sums.
@@ -86,13 +148,26 @@ struct ExpertResults {
 };
 
 /// One value for each argument that has a gradient.
-constexpr size_t kExpertGradients = 6;
-enum ExpertGradient : size_t { kGradX, kGradWeight, kGradGateUp, kGradDown, kGradGateUpBias, kGradDownBias };
+constexpr size_t kExpertGradients = 10;
+enum ExpertGradient : size_t {
+  kGradX,
+  kGradWeight,
+  kGradGateUp,
+  kGradDown,
+  kGradGateUpBias,
+  kGradDownBias,
+  kGradGateUpA,
+  kGradGateUpB,
+  kGradDownA,
+  kGradDownB
+};
 
 struct ExpertBackward {
   Tensor grad{}, x{}, weight{}, gate_up{}, down{}, hidden{}, order{}, offsets{};
   OptionalTensor down_bias{};
   ExpertOptions options{};
+  ExpertScales scales{};
+  ExpertUpdates updates{};
   std::array<bool, kExpertGradients> output_mask{};
 
   template <class Self, class Visitor>
@@ -107,19 +182,22 @@ struct ExpertBackward {
     visit("offsets", self.offsets);
     visit("down_bias", self.down_bias);
     ExpertOptions::fields(self.options, visit);
+    ExpertScales::fields(self.scales, visit);
+    ExpertUpdates::fields(self.updates, visit);
     visit.required("output_mask", self.output_mask);
   }
 };
 
-/// The gradients that are selected; the others are empty tensors. Those of the stacks have their dtypes, and
-/// those of the biases the dtype of sums.
+/// The gradients that are selected; the others are empty tensors. Those of the stacks and of their updates
+/// have their dtypes, and those of the biases the dtype of sums.
 struct ExpertGradients {
   std::array<Tensor, kExpertGradients> all{};
 
   template <class Self, class Visitor>
   static void fields(Self& self, Visitor& visit) {
-    constexpr std::array kNames = {"grad_x",    "grad_weight",       "grad_gate_up",
-                                   "grad_down", "grad_gate_up_bias", "grad_down_bias"};
+    constexpr std::array kNames = {
+        "grad_x",         "grad_weight",    "grad_gate_up",   "grad_down",   "grad_gate_up_bias",
+        "grad_down_bias", "grad_gate_up_a", "grad_gate_up_b", "grad_down_a", "grad_down_b"};
     for (size_t i = 0; i < kExpertGradients; ++i) visit(kNames[i], self.all[i]);
   }
 };

@@ -25,26 +25,44 @@ const Operator<ExpertArguments, TensorResult>& operator_of_experts() {
   return op;
 }
 
+// Returns the arguments that have gradients, in the order of ExpertGradient.
+std::array<OptionalTensor, kExpertGradients> differentiable(const ExpertArguments& a) {
+  return {a.x,
+          a.weight,
+          a.gate_up,
+          a.down,
+          a.gate_up_bias,
+          a.down_bias,
+          a.updates.gate_up_a,
+          a.updates.gate_up_b,
+          a.updates.down_a,
+          a.updates.down_b};
+}
+
 // Saves x and the input of the gates.
 class MoeExperts : public torch::autograd::Function<MoeExperts> {
  public:
-  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight, const Tensor& gate_up,
-                        const Tensor& down, const OptionalTensor& gate_up_bias,
-                        const OptionalTensor& down_bias, ExpertArguments arguments) {
+  // The tensors before `arguments` are those of `arguments` that have gradients.
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor&, const Tensor&, const Tensor&,
+                        const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+                        const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+                        ExpertArguments arguments) {
     at::AutoDispatchBelowADInplaceOrView below;
     Saved saved;
-    saved.x_type = x.scalar_type();
-    saved.bias_types = {type_of(gate_up_bias), type_of(down_bias)};
+    const auto inputs = differentiable(arguments);
+    for (size_t i = 0; i < kExpertGradients; ++i) {
+      saved.types[i] = inputs[i].has_value() ? inputs[i]->scalar_type() : at::kFloat;
+      saved.kept.output_mask[i] = wants_grad(inputs[i]);
+    }
     if (x.scalar_type() != arguments.type()) arguments.x = x.to(arguments.type());
     static const Operator<ExpertArguments, ExpertResults> op("shoestring::_moe_experts");
     const ExpertResults results = op(arguments);
     ExpertBackward& kept = saved.kept;
-    kept.x = arguments.x, kept.weight = weight, kept.gate_up = gate_up, kept.down = down;
+    kept.x = arguments.x, kept.weight = arguments.weight;
+    kept.gate_up = arguments.gate_up, kept.down = arguments.down;
     kept.hidden = results.hidden, kept.order = results.order, kept.offsets = results.offsets;
-    kept.down_bias = down_bias;
-    kept.options = arguments.options;
-    kept.output_mask = {x.requires_grad(),    weight.requires_grad(),   gate_up.requires_grad(),
-                        down.requires_grad(), wants_grad(gate_up_bias), wants_grad(down_bias)};
+    kept.down_bias = arguments.down_bias;
+    kept.options = arguments.options, kept.scales = arguments.scales, kept.updates = arguments.updates;
     save_fields(ctx, saved);
     return results.out;
   }
@@ -55,49 +73,38 @@ class MoeExperts : public torch::autograd::Function<MoeExperts> {
     saved.kept.grad = upstream[0];
     static const Operator<ExpertBackward, ExpertGradients> op("shoestring::_moe_experts_backward");
     auto [all] = op(saved.kept);
-    const std::array types = {saved.x_type,
-                              saved.kept.weight.scalar_type(),
-                              saved.kept.gate_up.scalar_type(),
-                              saved.kept.down.scalar_type(),
-                              saved.bias_types[0],
-                              saved.bias_types[1]};
     variable_list gradients;
     for (size_t i = 0; i < kExpertGradients; ++i)
-      gradients.push_back(saved.kept.output_mask[i] ? all[i].to(types[i]) : Tensor());
+      gradients.push_back(saved.kept.output_mask[i] ? all[i].to(saved.types[i]) : Tensor());
     gradients = once_differentiable(kMoeExpertsOp, std::move(gradients));
     gradients.emplace_back();
     return gradients;
   }
 
  private:
-  static at::ScalarType type_of(const OptionalTensor& t) {
-    return t.has_value() ? t->scalar_type() : at::kFloat;
-  }
-
   struct Saved {
     ExpertBackward kept{};
-    at::ScalarType x_type = at::kFloat;
-    std::array<at::ScalarType, 2> bias_types{};
+    std::array<at::ScalarType, kExpertGradients> types{};
 
     template <class Self, class Visitor>
     static void fields(Self& self, Visitor& visit) {
       ExpertBackward::fields(self.kept, visit);
-      visit.each(self.x_type, self.bias_types[0], self.bias_types[1]);
+      visit.each(self.types);
     }
   };
 };
 
 void autograd(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto arguments = read_fields<ExpertArguments>(*stack);
-  const auto& [x, index, weight, gate_up, down, gate_up_bias, down_bias, options, dtype] = arguments;
-  const bool recorded = needs_grad(x, weight, gate_up, down) ||
-                        (at::GradMode::is_enabled() && (wants_grad(gate_up_bias) || wants_grad(down_bias)));
-  if (!recorded) {
+  if (!at::GradMode::is_enabled() || std::ranges::none_of(differentiable(arguments), wants_grad)) {
     at::AutoDispatchBelowADInplaceOrView below;
     op.callBoxed(stack);
     return;
   }
-  Tensor out = MoeExperts::apply(x, weight, gate_up, down, gate_up_bias, down_bias, arguments);
+  const ExpertUpdates& updates = arguments.updates;
+  Tensor out = MoeExperts::apply(arguments.x, arguments.weight, arguments.gate_up, arguments.down,
+                                 arguments.gate_up_bias, arguments.down_bias, updates.gate_up_a,
+                                 updates.gate_up_b, updates.down_a, updates.down_b, arguments);
   torch::jit::drop(*stack, count_of<ExpertArguments>());
   torch::jit::push(*stack, std::move(out));
 }
@@ -128,6 +135,14 @@ at::Tensor moe_experts(const at::Tensor& x, const at::Tensor& index, const at::T
   arguments.gate_up_bias = options.gate_up_bias();
   arguments.down_bias = options.down_bias();
   arguments.options = {options.activation(), options.limit(), options.interleaved(), options.transposed()};
+  arguments.scales = {options.gate_up_absmax(),        options.gate_up_nested(),
+                      options.down_absmax(),           options.down_nested(),
+                      options.quantize().quant_type(), options.quantize().block_size(),
+                      options.hidden_features()};
+  if (const auto& lora = options.lora()) {
+    arguments.updates = {lora->gate_up_a(), lora->gate_up_b(), lora->down_a(), lora->down_b(),
+                         lora->scaling()};
+  }
   arguments.dtype = options.dtype();
   return experts::operator_of_experts()(arguments).tensor;
 }

@@ -62,8 +62,71 @@ int64_t columns_in_steps(const CudaSlots& slots, int64_t columns) {
   return slots.count() == 0 ? columns : columns * slots.tokens / slots.count();
 }
 
+void check_dense(const ExpertScales& scales) {
+  TORCH_CHECK_NOT_IMPLEMENTED(!scales.gate_up_absmax.has_value() && !scales.down_absmax.has_value(),
+                              kMoeExpertsOp, ": ", scales.gate_up_absmax.has_value() ? "gate_up" : "down",
+                              ": expected a dense stack on CUDA, received a quantised one; dequantise it, or "
+                              "compute on the CPU");
+}
+
+// The low-rank update of a stack, as in expert_stack.h. Without `a`, it adds nothing.
+struct Update {
+  Update(const OptionalTensor& a, const OptionalTensor& b, double scaling, at::ScalarType operands)
+      : scaling(scaling) {
+    if (!a.has_value()) return;
+    this->a = grouped_operand(*a, operands);
+    this->b = grouped_operand(*b, operands);
+  }
+
+  bool defined() const { return a.defined(); }
+
+  // Returns scaling * the product of rows with a factor (slots, rank), rounded to the dtype of operands.
+  Tensor low(const GroupedSlots& slots, const Tensor& rows, const GroupedFactor& factor) const {
+    const Tensor product = at::empty({slots.slots, factor.columns()},
+                                     rows.options().dtype(grouped_sum_type(rows.scalar_type())));
+    multiply_slots(slots, rows, factor, {}, product);
+    return product.mul_(scaling).to(rows.scalar_type());
+  }
+  Tensor forward(const GroupedSlots& slots, const Tensor& rows) const {
+    return defined() ? low(slots, rows, {a}) : Tensor();
+  }
+  Tensor backward(const GroupedSlots& slots, const Tensor& grad) const {
+    return defined() ? low(slots, grad, {b, true}) : Tensor();
+  }
+
+  Tensor a{}, b{};
+  double scaling;
+};
+
+// Returns the products of the rows of slots with `factor`, plus those of `low`, if that is defined, with
+// `more`.
+Tensor products_of(const CudaSlots& slots, const Tensor& rows, const GroupedFactor& factor,
+                   const Tensor& bias, const Tensor& low, const GroupedFactor& more) {
+  const auto type = low.defined() ? grouped_sum_type(rows.scalar_type()) : rows.scalar_type();
+  Tensor products = at::empty({slots.count(), factor.columns()}, rows.options().dtype(type));
+  multiply_slots(slots.referring(), rows, factor, bias, products);
+  if (!low.defined()) return products;
+  const Tensor added = at::empty_like(products);
+  multiply_slots(slots.plain(), low, more, {}, added);
+  return products.add_(added);
+}
+
+// Returns the sums of such products over the slots of tokens, in the dtype `type`.
+Tensor sums_of(const CudaSlots& slots, const Tensor& rows, const GroupedFactor& factor, const Tensor& bias,
+               const Tensor& low, const GroupedFactor& more, const GroupedSums& sums, at::ScalarType type) {
+  const auto written = low.defined() ? grouped_sum_type(rows.scalar_type()) : type;
+  Tensor out = at::empty({slots.tokens, factor.columns()}, rows.options().dtype(written));
+  const int64_t width = columns_in_steps(slots, out.size(1));
+  sum_products(slots.plain(), rows, factor, bias, sums, width, out);
+  if (!low.defined()) return out;
+  const Tensor added = at::empty_like(out);
+  sum_products(slots.plain(), low, more, {}, sums, width, added);
+  return out.add_(added).to(type);
+}
+
 ExpertResults experts_cuda(const ExpertArguments& arguments) {
   arguments.check();
+  check_dense(arguments.scales);
   const auto [order, inverse, offsets] = arguments.sorted();
   const auto type = arguments.type(), operands = grouped_operand_type(type),
              sums = grouped_sum_type(operands);
@@ -76,15 +139,18 @@ ExpertResults experts_cuda(const ExpertArguments& arguments) {
   const auto bias = [&](const OptionalTensor& b) {
     return b.has_value() ? b->to(sums).contiguous() : Tensor();
   };
-  const Tensor products = at::empty({slots.count(), gate_up.columns()}, x.options());
-  multiply_slots(slots.referring(), x, gate_up, bias(arguments.gate_up_bias), products);
-  const Tensor h = products.to(type), a = grouped_operand(gate_rows(arguments.options.gate(), h), operands);
-  const Tensor out = at::empty(x.sizes(), h.options());
+  const auto& updates = arguments.updates;
+  const Update gate_up_update(updates.gate_up_a, updates.gate_up_b, updates.scaling, operands),
+      down_update(updates.down_a, updates.down_b, updates.scaling, operands);
+  const Tensor h = products_of(slots, x, gate_up, bias(arguments.gate_up_bias),
+                               gate_up_update.forward(slots.referring(), x), {gate_up_update.b})
+                       .to(type);
+  const Tensor a = grouped_operand(gate_rows(arguments.options.gate(), h), operands);
   const Tensor scale = arguments.weight.reshape({-1}).to(sums).contiguous();
   GroupedSums of_tokens = sums_of_tokens(slots, inverse, arguments.weight.size(-1));
   of_tokens.factors = scale.const_data_ptr();
-  sum_products(slots.plain(), a, down, bias(arguments.down_bias), of_tokens,
-               columns_in_steps(slots, out.size(1)), out);
+  const Tensor out = sums_of(slots, a, down, bias(arguments.down_bias), down_update.forward(slots.plain(), a),
+                             {down_update.b}, of_tokens, type);
   return {out.view(arguments.x.sizes()), h, order, slots.offsets};
 }
 
@@ -103,12 +169,15 @@ ExpertGradients experts_backward_cuda(const ExpertBackward& arguments) {
   // the factors of the gradients: the transposed weights
   const GroupedFactor gate_up{grouped_operand(arguments.gate_up, operands), !transposed},
       down{grouped_operand(arguments.down, operands), !transposed};
+  const auto& updates = arguments.updates;
+  const Update gate_up_update(updates.gate_up_a, updates.gate_up_b, updates.scaling, operands),
+      down_update(updates.down_a, updates.down_b, updates.scaling, operands);
   ExpertGradients gradients;
 
   // The gradient of a without the weight; then the weighted a.
-  const Tensor products = at::empty({slots.count(), down.columns()}, grad.options());
-  multiply_slots(slots.referring(), grad, down, {}, products);
-  const Tensor a = products.to(type), grad_h = at::empty_like(h);
+  const Tensor grad_low_down = down_update.backward(slots.referring(), grad);
+  const Tensor a = products_of(slots, grad, down, {}, grad_low_down, {down_update.a, true}).to(type);
+  const Tensor grad_h = at::empty_like(h);
   const Tensor along = gate_rows_backward(arguments.options.gate(), h, tokens.scale, a, grad_h);
   const Tensor weighted = grouped_operand(a, operands), upstream = grouped_operand(grad_h, operands);
   if (wants[kGradWeight]) {
@@ -131,12 +200,23 @@ ExpertGradients experts_backward_cuda(const ExpertBackward& arguments) {
     gradients.all[kGradDownBias] = add_rows(slots.referring(), grad, /*refer=*/true, tokens.scale);
   if (wants[kGradGateUp]) gradients.all[kGradGateUp] = of_stack(arguments.gate_up, x, upstream, true);
   if (wants[kGradGateUpBias]) gradients.all[kGradGateUpBias] = add_rows(slots.plain(), upstream);
+  if (wants[kGradDownA])
+    gradients.all[kGradDownA] = add_products(slots.plain(), grad_low_down, weighted, false, *updates.down_a);
+  if (wants[kGradDownB])
+    gradients.all[kGradDownB] =
+        add_products(slots.referring(), grad, down_update.forward(slots.plain(), weighted), /*turned=*/true,
+                     *updates.down_b);
+  if (wants[kGradGateUpB])
+    gradients.all[kGradGateUpB] = add_products(
+        slots.plain(), upstream, gate_up_update.forward(slots.referring(), x), false, *updates.gate_up_b);
+  if (!wants[kGradX] && !wants[kGradGateUpA]) return gradients;
+  const Tensor grad_low = gate_up_update.backward(slots.plain(), upstream);
+  if (wants[kGradGateUpA])
+    gradients.all[kGradGateUpA] = add_products(slots.referring(), grad_low, x, false, *updates.gate_up_a);
   if (wants[kGradX]) {
-    const Tensor grad_x = at::empty(x.sizes(), h.options());
-    sum_products(slots.plain(), upstream, gate_up, {},
-                 sums_of_tokens(slots, inverse, arguments.weight.size(-1)),
-                 columns_in_steps(slots, grad_x.size(1)), grad_x);
-    gradients.all[kGradX] = grad_x.view(arguments.x.sizes());
+    gradients.all[kGradX] = sums_of(slots, upstream, gate_up, {}, grad_low, {gate_up_update.a, true},
+                                    sums_of_tokens(slots, inverse, arguments.weight.size(-1)), type)
+                                .view(arguments.x.sizes());
   }
   return gradients;
 }

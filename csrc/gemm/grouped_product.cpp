@@ -13,6 +13,7 @@
 #include <ATen/Functions.h>
 #include <ATen/Parallel.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/util/SmallVector.h>
 
 #include "core/threads.h"
 #include "gemm/gemm.h"
@@ -112,6 +113,11 @@ void add_row(float* to, const float* from, const float* offset, float scale, int
 // ---- fp64, for gradient checks: a loop over the groups
 
 Tensor tensor_of(const Factor& factor) {
+  if (const ComputedMatrix* computed = factor.computed) {
+    const Tensor all = at::empty({computed->rows(), computed->columns()}, at::kFloat);
+    computed->read(0, computed->rows(), 0, computed->columns(), all.mutable_data_ptr<float>());
+    return (factor.transposed ? all.t() : all).to(at::kDouble);
+  }
   if (!factor.gathered) return factor.matrix;
   const Tensor index = at::tensor(factor.index, at::kLong);
   const Tensor rows = factor.matrix.index_select(0, index);
@@ -123,6 +129,13 @@ Tensor product_in_double(const Factor& a, const Factor& b, const Tensor& offset)
   return offset.defined() ? product + offset : product;
 }
 
+// Adds the product of `more` for the slots [first, last) of a group.
+Tensor added_in_double(Tensor product, const SlotTerm& more, int64_t group, int64_t first, int64_t last) {
+  if (more.low.defined())
+    product.addmm_(more.low.narrow(0, first, last - first), tensor_of(more.b(group, 0, product.size(1))));
+  return product;
+}
+
 // Calls body(group, first, last) for the slots of each group.
 template <class Body>
 void for_each_group(c10::ArrayRef<int64_t> offsets, const Body& body) {
@@ -132,7 +145,7 @@ void for_each_group(c10::ArrayRef<int64_t> offsets, const Body& body) {
 }  // namespace
 
 void multiply_slots(at::ScalarType compute, const Tensor& out, const Slots& a, c10::ArrayRef<int64_t> offsets,
-                    GroupOperand b, const Tensor& offset) {
+                    GroupOperand b, const Tensor& offset, const SlotTerm& more) {
   const int64_t depth = a.matrix.size(1), columns = out.size(1);
   zero_rows(out, 0, offsets.front());
   zero_rows(out, offsets.back(), out.size(0));
@@ -141,8 +154,9 @@ void multiply_slots(at::ScalarType compute, const Tensor& out, const Slots& a, c
   };
   if (compute == at::kDouble) {
     return for_each_group(offsets, [&](int64_t e, int64_t first, int64_t last) {
-      out.narrow(0, first, last - first)
-          .copy_(product_in_double(a.operand(first, last, false), b(e, 0, columns), added(e, 0, columns)));
+      const Tensor product =
+          product_in_double(a.operand(first, last, false), b(e, 0, columns), added(e, 0, columns));
+      out.narrow(0, first, last - first).copy_(added_in_double(product, more, e, first, last));
     });
   }
   const auto sizes = sizes_of(offsets);
@@ -153,20 +167,25 @@ void multiply_slots(at::ScalarType compute, const Tensor& out, const Slots& a, c
     if (depth == 0) {
       part.copy_(bias.defined() ? bias.expand_as(part) : at::zeros({}, part.options()));
     } else {
-      gemm_sum(compute, part, {{a.operand(first, first + task.rows, false), b(task.group, task.column, end)}},
-               {}, bias);
+      c10::SmallVector<Term, 2> terms{
+          {a.operand(first, first + task.rows, false), b(task.group, task.column, end)}};
+      if (more.low.defined())
+        terms.push_back({more.low.narrow(0, first, task.rows), more.b(task.group, task.column, end)});
+      gemm_sum(compute, part, terms, {}, bias);
     }
   });
 }
 
 void sum_slots(at::ScalarType compute, const Tensor& out, const Tensor& a, c10::ArrayRef<int64_t> rows,
-               c10::ArrayRef<int64_t> offsets, GroupOperand b, const Tensor& offset, const Tensor& scale) {
+               c10::ArrayRef<int64_t> offsets, GroupOperand b, const Tensor& offset, const Tensor& scale,
+               const SlotTerm& more) {
   const int64_t columns = out.size(1), depth = a.size(1);
   if (compute == at::kDouble) {
     out.zero_();
     return for_each_group(offsets, [&](int64_t e, int64_t first, int64_t last) {
       Tensor product = product_in_double(a.narrow(0, first, last - first), b(e, 0, columns),
                                          offset.defined() ? offset[e] : Tensor());
+      product = added_in_double(product, more, e, first, last);
       if (scale.defined()) product.mul_(scale.narrow(0, first, last - first).unsqueeze(1));
       out.index_add_(0, at::tensor(rows.slice(first, last - first), at::kLong), product);
     });
@@ -190,8 +209,10 @@ void sum_slots(at::ScalarType compute, const Tensor& out, const Tensor& a, c10::
       for (int64_t first = begin; first < end; first += kRowsToAdd) {
         const int64_t count = std::min(kRowsToAdd, end - first);
         if (depth > 0) {
-          gemm_sum(compute, products.narrow(0, 0, count),
-                   {{a.narrow(0, first, count), b(e, column, column + some)}});
+          c10::SmallVector<Term, 2> terms{{a.narrow(0, first, count), b(e, column, column + some)}};
+          if (more.low.defined())
+            terms.push_back({more.low.narrow(0, first, count), more.b(e, column, column + some)});
+          gemm_sum(compute, products.narrow(0, 0, count), terms);
         }
         for (int64_t i = 0; i < count; ++i) {
           add_row(to + rows[first + i] * columns, from + i * some, bias,

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <functional>
+
 #include <ATen/core/Tensor.h>
 #include <c10/util/ArrayRef.h>
 #include <c10/util/FunctionRef.h>
@@ -27,21 +29,31 @@ struct Slots {
 /// Returns the columns [first, last) of the right operand of a group, of shape (depth, last - first).
 using GroupOperand = c10::function_ref<Factor(int64_t group, int64_t first, int64_t last)>;
 
+/// A product that is added to that of a slot: row s of `low` (slots, rank) times b of its group. There is
+/// none if `low` is undefined.
+struct SlotTerm {
+  at::Tensor low{};
+  std::function<Factor(int64_t group, int64_t first, int64_t last)> b{};
+};
+
 // The functions below round the operands to `compute`, fp32 or bf16, and add products in fp32. With fp64 for
 // `compute`, operands and results are fp64 tensors. Each result is written, and 16-bit results are rounded
 // once. Groups run side by side. The results do not depend on the number of threads.
 
 /// Computes out (slots, n): row s is row s of `a` times the operand of its group, plus the group's row of
-/// `offset` (groups, n), which is undefined, or contiguous in fp32 or fp64. Slots of no group become 0.
+/// `offset` (groups, n), which is undefined, or contiguous in fp32 or fp64, plus `more`. Slots of no group
+/// become 0.
 void multiply_slots(at::ScalarType compute, const at::Tensor& out, const Slots& a,
-                    c10::ArrayRef<int64_t> offsets, GroupOperand b, const at::Tensor& offset = {});
+                    c10::ArrayRef<int64_t> offsets, GroupOperand b, const at::Tensor& offset = {},
+                    const SlotTerm& more = {});
 
 /// Computes out (rows, n): row i is the sum over all slots s with rows[s] = i of scale[s] times (row s of `a`
-/// times the operand of its group, plus the group's row of `offset`). Adds them in the order of the slots.
+/// times the operand of its group, plus the group's row of `offset`, plus `more`). Adds them in the order of
+/// the slots.
 /// Without `scale`, a contiguous tensor (slots) of the dtype of the sums, fp32 or fp64, the scales are 1.
 void sum_slots(at::ScalarType compute, const at::Tensor& out, const at::Tensor& a,
                c10::ArrayRef<int64_t> rows, c10::ArrayRef<int64_t> offsets, GroupOperand b,
-               const at::Tensor& offset = {}, const at::Tensor& scale = {});
+               const at::Tensor& offset = {}, const at::Tensor& scale = {}, const SlotTerm& more = {});
 
 /// Computes out (groups, m, n): the sum over the slots of a group of row s of `a` times row s of `b`,
 /// a^T b. The result of a group without slots is 0.

@@ -1,6 +1,8 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
+#include <utility>
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/ArrayRef.h>
@@ -26,11 +28,34 @@ class ComputedMatrix {
   virtual void read(int64_t row, int64_t rows, int64_t column, int64_t columns, uint16_t* out) const = 0;
 };
 
+/// The part of a computed matrix, which must outlive it, of `rows` x `columns` elements from (row, column)
+/// on.
+class ComputedPart final : public ComputedMatrix {
+ public:
+  ComputedPart(const ComputedMatrix& whole, int64_t row, int64_t rows, int64_t column, int64_t columns)
+      : whole_(whole), row_(row), rows_(rows), column_(column), columns_(columns) {}
+
+  int64_t rows() const override { return rows_; }
+  int64_t columns() const override { return columns_; }
+  void read(int64_t row, int64_t rows, int64_t column, int64_t columns, float* out) const override {
+    whole_.read(row_ + row, rows, column_ + column, columns, out);
+  }
+  void read(int64_t row, int64_t rows, int64_t column, int64_t columns, uint16_t* out) const override {
+    whole_.read(row_ + row, rows, column_ + column, columns, out);
+  }
+
+ private:
+  const ComputedMatrix& whole_;
+  int64_t row_, rows_, column_, columns_;
+};
+
 /// An operand of a product: a tensor (fp32, bf16 or fp16, any strides), a computed matrix, or gathered rows
 /// of a tensor, which are copied while they are packed.
 struct Factor {
   Factor(const at::Tensor& matrix) : matrix(matrix) {}  // NOLINT(google-explicit-constructor)
   Factor(const ComputedMatrix& computed, bool transposed) : computed(&computed), transposed(transposed) {}
+  Factor(std::shared_ptr<const ComputedMatrix> owned, bool transposed)
+      : computed(owned.get()), owned(std::move(owned)), transposed(transposed) {}
   /// The rows `index` of a matrix with contiguous rows. The numbers must outlive the product.
   Factor(const at::Tensor& matrix, c10::ArrayRef<int64_t> index, bool transposed)
       : matrix(matrix), index(index), gathered(true), transposed(transposed) {}
@@ -44,6 +69,7 @@ struct Factor {
 
   at::Tensor matrix;
   const ComputedMatrix* computed = nullptr;
+  std::shared_ptr<const ComputedMatrix> owned;  // null if `computed` belongs to somebody else
   c10::ArrayRef<int64_t> index;
   bool gathered = false;
   bool transposed = false;  // whether the operand is the transpose of `computed`, or of the gathered rows

@@ -45,6 +45,7 @@ from shoestring.integrations.transformers import (  # noqa: E402
 )
 from shoestring.layers.stochastic_depth import stochastic_depth, stochastic_depth_rate  # noqa: E402
 from shoestring.ops import (  # noqa: E402
+    ExpertLora,
     add_layer_norm,
     add_rms_norm,
     attention,
@@ -107,6 +108,7 @@ __all__ = [
     "BatchSizeSearch",
     "BatchTrial",
     "CheckpointReport",
+    "ExpertLora",
     "FastDefaults",
     "HostAllocator",
     "HostAllocatorStats",

@@ -201,9 +201,11 @@ def test_moe_experts_guards_its_device_and_waits_for_nothing(transposed: bool) -
     if transposed:
         gate_up, down = gate_up.transpose(1, 2).contiguous(), down.transpose(1, 2).contiguous()
     index = torch.randint(-1, 3, (20, 2))
+    lora = [torch.randn(*shape) for shape in ((3, 4, 24), (3, 32, 4), (3, 4, 16), (3, 24, 4))]
 
     def call(device: str) -> list[Tensor]:
-        leaves = [t.to(device).requires_grad_() for t in (x, weight, gate_up, down, gate_up_bias, down_bias)]
+        tensors = (x, weight, gate_up, down, gate_up_bias, down_bias, *lora)
+        leaves = [t.to(device).requires_grad_() for t in tensors]
         given, grad = index.to(device), upstream.to(device)
         before = simdev.counts(device).waits
         simdev.take_synchronisations()
@@ -214,6 +216,7 @@ def test_moe_experts_guards_its_device_and_waits_for_nothing(transposed: bool) -
             gate_up_bias=leaves[4],
             down_bias=leaves[5],
             transposed=transposed,
+            **dict(zip(("gate_up_a", "gate_up_b", "down_a", "down_b"), leaves[6:], strict=True)),
         )
         gradients = torch.autograd.grad(out, leaves, grad)
         assert simdev.take_synchronisations() == []

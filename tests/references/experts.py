@@ -96,9 +96,17 @@ def moe_experts_reference(
     limit: float | None = None,
     interleaved: bool = False,
     transposed: bool = False,
+    gate_up_a: Tensor | None = None,
+    gate_up_b: Tensor | None = None,
+    down_a: Tensor | None = None,
+    down_b: Tensor | None = None,
+    scaling: float = 1.0,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Compute ``moe_experts`` in plain PyTorch as transformers does by default: a loop over experts, and index_add."""
+    """Compute ``moe_experts`` in plain PyTorch as transformers does by default: a loop over experts, and index_add.
+
+    LoRA is computed as PEFT does: a product with ``a``, then one with ``b``, which is scaled.
+    """
     dtype = dtype or x.dtype
     rows, places, factors = x.flatten(0, -2).to(dtype), index.flatten(0, -2), weight.flatten(0, -2)
     y = torch.zeros_like(rows)
@@ -106,6 +114,12 @@ def moe_experts_reference(
         first, second = ((w[e] if transposed else w[e].t()).to(dtype) for w in (gate_up, down))
         first_bias, second_bias = (0 if b is None else b[e].to(dtype) for b in (gate_up_bias, down_bias))
         token, place = (places == e).nonzero(as_tuple=True)
-        a = gated(rows[token] @ first + first_bias, activation, limit, interleaved)
-        y = y.index_add(0, token, (a @ second + second_bias) * factors[token, place, None].to(dtype))
+
+        def update(rows: Tensor, a: Tensor | None, b: Tensor | None, e: int = e) -> Tensor | float:
+            return 0.0 if a is None or b is None else rows @ a[e].t().to(dtype) @ b[e].t().to(dtype) * scaling
+
+        h = rows[token] @ first + first_bias + update(rows[token], gate_up_a, gate_up_b)
+        a = gated(h, activation, limit, interleaved)
+        y_e = a @ second + second_bias + update(a, down_a, down_b)
+        y = y.index_add(0, token, y_e * factors[token, place, None].to(dtype))
     return y.view(x.shape)

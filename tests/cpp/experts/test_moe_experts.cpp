@@ -4,11 +4,13 @@
 #include <torch/csrc/autograd/generated/variable_factories.h>
 
 #include <shoestring/experts/ops.h>
+#include <shoestring/quantization/ops.h>
 
 #include "capabilities.h"
 #include "emulated.h"
 
 using at::Tensor;
+using shoestring::ExpertLora;
 using shoestring::moe_experts;
 using shoestring::MoeExpertsOptions;
 
@@ -70,6 +72,72 @@ TEST_CASE("moe_experts passes biases and a dtype", "[moe_experts]") {
   const Tensor y = moe_experts(x, index, weight, gate_up, down, options);
   CHECK(y.scalar_type() == at::kBFloat16);
   CHECK(at::allclose(y.to(at::kFloat), bias.index_select(0, index.flatten()), 1e-2, 1e-2));
+}
+
+TEST_CASE("moe_experts computes LoRA like updated weights", "[moe_experts]") {
+  const auto leaf = [](at::IntArrayRef sizes) {
+    return torch::randn(sizes).mul_(0.3).set_requires_grad(true);
+  };
+  const Tensor x = leaf({5, 9}), weight = leaf({5, 2}), gate_up = leaf({4, 14, 9}), down = leaf({4, 9, 7});
+  const Tensor gate_up_a = leaf({4, 3, 9}), gate_up_b = leaf({4, 14, 3}), down_a = leaf({4, 2, 7}),
+               down_b = leaf({4, 9, 2});
+  const Tensor index = torch::tensor({0, 3, 1, 0, -1, -1, 3, 1, 0, -1}).view({5, 2});
+  const auto lora =
+      ExpertLora().gate_up_a(gate_up_a).gate_up_b(gate_up_b).down_a(down_a).down_b(down_b).scaling(0.5);
+  for_each_capability([&](const char* capability) {
+    CAPTURE(capability);
+    const Tensor ours = moe_experts(x, index, weight, gate_up, down, MoeExpertsOptions().lora(lora)),
+                 expected = by_hand(x, index, weight, gate_up + 0.5 * at::bmm(gate_up_b, gate_up_a),
+                                    down + 0.5 * at::bmm(down_b, down_a), /*oai=*/false);
+    CHECK(at::allclose(ours, expected, 1e-4, 1e-5));
+    const std::vector<Tensor> leaves{x, weight, gate_up, down, gate_up_a, gate_up_b, down_a, down_b};
+    const auto a = torch::autograd::grad({ours.square().sum()}, leaves),
+               b = torch::autograd::grad({expected.square().sum()}, leaves);
+    for (size_t i = 0; i < leaves.size(); ++i) CHECK(at::allclose(a[i], b[i], 1e-4, 1e-5));
+  });
+}
+
+TEST_CASE("moe_experts reads quantised stacks", "[moe_experts]") {
+  const bool bytes = GENERATE(false, true);
+  const Tensor x = torch::randn({6, 32}).set_requires_grad(true),
+               weight = torch::rand({6, 2}).set_requires_grad(true), lora_a = torch::randn({3, 2, 32}) * 0.2,
+               lora_b = torch::randn({3, 64, 2}).set_requires_grad(true);
+  const Tensor index = torch::tensor({0, 2, 2, 0, -1, -1, 0, 2, 0, -1, 2, 0}).view({6, 2});
+  const Tensor gate_up = torch::randn({3, 64, 32}) * 0.2, down = torch::randn({3, 32, 32}) * 0.2;
+  const auto format = shoestring::QuantizeOptions().quant_type(bytes ? "int8" : "nf4");
+  const auto codes = [&](const Tensor& t) {
+    return bytes ? shoestring::quantize_int8(t) : shoestring::quantize_4bit(t, format);
+  };
+  const auto dense = [&](const Tensor& packed, const Tensor& absmax, at::IntArrayRef shape) {
+    return bytes ? shoestring::dequantize_int8(packed, absmax, at::kFloat)
+                 : shoestring::dequantize_4bit(packed, absmax, shape, at::kFloat, {}, format);
+  };
+  const auto [first, first_scale] = codes(gate_up);
+  const auto [second, second_scale] = codes(down);
+  const auto lora = ExpertLora().gate_up_a(lora_a).gate_up_b(lora_b);
+  const auto options = MoeExpertsOptions()
+                           .gate_up_absmax(first_scale)
+                           .down_absmax(second_scale)
+                           .quantize(format)
+                           .hidden_features(32)
+                           .lora(lora);
+  if (is_emulated()) {
+    CHECK_THROWS_WITH(moe_experts(x, index, weight, first, second, options),
+                      Catch::Contains("moe_experts: gate_up: expected a dense stack on CUDA"));
+    return;
+  }
+  const Tensor ours = moe_experts(x, index, weight, first, second, options),
+               expected = by_hand(
+                   x, index, weight, dense(first, first_scale, gate_up.sizes()) + at::bmm(lora_b, lora_a),
+                   dense(second, second_scale, down.sizes()), /*oai=*/false);
+  CHECK(at::allclose(ours, expected, 1e-4, 1e-5));
+  const std::vector<Tensor> leaves{x, weight, lora_b};
+  const auto a = torch::autograd::grad({ours.square().sum()}, leaves),
+             b = torch::autograd::grad({expected.square().sum()}, leaves);
+  for (size_t i = 0; i < leaves.size(); ++i) CHECK(at::allclose(a[i], b[i], 1e-4, 1e-4));
+  CHECK_THROWS_WITH(
+      moe_experts(x, index, weight, first, second, MoeExpertsOptions(options).hidden_features(std::nullopt)),
+      Catch::Contains("moe_experts: hidden_features: expected a number above 0 with a quantised gate_up"));
 }
 
 TEST_CASE("moe_experts refuses arguments that do not fit", "[moe_experts]") {

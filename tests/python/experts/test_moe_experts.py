@@ -13,6 +13,7 @@ from operator_cases import Arguments, Draw, Operator, normal, uniform
 from operator_tests import OperatorTests
 from references.experts import moe_experts_reference
 from relative_error import relative_error
+from shoestring import ExpertLora
 from thread_counts import assert_same_bits
 
 pytestmark = pytest.mark.device
@@ -67,8 +68,22 @@ TRANSPOSED: Arguments = {
     "down": lambda *size: transposed(*size, "down"),
     "transposed": True,
 }
+RANK = 3
+LORA: Arguments = {
+    "gate_up_a": lambda _, features: normal(EXPERTS, RANK, features, scale=features**-0.5),
+    "gate_up_b": lambda _, features: normal(EXPERTS, 2 * hidden_of(features), RANK),
+    "down_a": lambda _, features: normal(EXPERTS, RANK + 1, hidden_of(features), scale=hidden_of(features) ** -0.5),
+    "down_b": lambda _, features: normal(EXPERTS, features, RANK + 1),
+    "scaling": 0.5,
+}
 # A limit far above all features: rounding decides about a gradient at a limit.
 GPT_OSS = BIASES | TRANSPOSED | {"activation": "swigluoai", "limit": 7.0, "interleaved": True}
+
+
+def with_lora(**given: Any) -> Tensor:
+    """Call the Python function with the arguments of the operator."""
+    lora = {name: given.pop(name) for name in ExpertLora._fields if name in given}
+    return shoestring.moe_experts(**given, lora=ExpertLora(**lora) if lora else None)
 
 
 @pytest.mark.sample(cpu=60, simt=8)
@@ -80,14 +95,18 @@ class TestMoeExperts(OperatorTests):
         SIZES,
         [
             {},
+            LORA,
             GPT_OSS,
             BF16,
             {"activation": "gelu", "index": lambda tokens, _: chosen(tokens, "one")},
             {"activation": "gelu_tanh", "interleaved": True} | BIASES,
             BF16 | TRANSPOSED,
+            GPT_OSS | LORA,
+            BF16 | LORA,
         ],
         autocast=lambda given: given | BF16,
-        traced=2,
+        traced=3,
+        function=with_lora,
     )
 
 

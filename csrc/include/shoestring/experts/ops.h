@@ -10,6 +10,7 @@
 #include <torch/arg.h>
 
 #include <shoestring/core/export.h>
+#include <shoestring/quantization/ops.h>
 
 namespace shoestring {
 
@@ -79,6 +80,18 @@ struct GroupedLinearOptions {
 SHOESTRING_API at::Tensor grouped_linear(const at::Tensor& x, const at::Tensor& weight,
                                          const at::Tensor& offsets, const GroupedLinearOptions& options = {});
 
+/// LoRA of the stacks of moe_experts: the weight of expert e is W_e + scaling * b_e a_e. Tensors of any
+/// floating-point dtype, which all have gradients. A stack without a and b has none.
+struct ExpertLora {
+  /// (experts, rank, features) and (experts, 2 hidden, rank).
+  TORCH_ARG(std::optional<at::Tensor>, gate_up_a) = std::nullopt;
+  TORCH_ARG(std::optional<at::Tensor>, gate_up_b) = std::nullopt;
+  /// (experts, rank, hidden) and (experts, features, rank). The rank may be another one.
+  TORCH_ARG(std::optional<at::Tensor>, down_a) = std::nullopt;
+  TORCH_ARG(std::optional<at::Tensor>, down_b) = std::nullopt;
+  TORCH_ARG(double, scaling) = 1.0;
+};
+
 /// Options of moe_experts.
 struct MoeExpertsOptions {
   /// (experts, 2 hidden): added to the products with gate_up.
@@ -94,16 +107,31 @@ struct MoeExpertsOptions {
   TORCH_ARG(bool, interleaved) = false;
   /// If true, gate_up has shape (experts, features, 2 hidden) and down (experts, hidden, features).
   TORCH_ARG(bool, transposed) = false;
+  /// The scales of a frozen quantised stack, whose codes are passed as gate_up or down: the results of
+  /// quantize_4bit or quantize_int8 for the whole stack. The matrix of each expert must have whole blocks.
+  /// Products decode a few rows at a time. On the CPU only.
+  TORCH_ARG(std::optional<at::Tensor>, gate_up_absmax) = std::nullopt;
+  TORCH_ARG(std::optional<at::Tensor>, down_absmax) = std::nullopt;
+  /// With double quantisation, the second result of quantize_absmax.
+  TORCH_ARG(std::optional<at::Tensor>, gate_up_nested) = std::nullopt;
+  TORCH_ARG(std::optional<at::Tensor>, down_nested) = std::nullopt;
+  /// The format of both stacks. "int8" ignores block_size.
+  TORCH_ARG(QuantizeOptions, quantize) = {};
+  /// The hidden features; needed if gate_up is quantised.
+  TORCH_ARG(std::optional<int64_t>, hidden_features) = std::nullopt;
+  /// LoRA of the stacks, dense or quantised.
+  TORCH_ARG(std::optional<ExpertLora>, lora) = std::nullopt;
   /// The dtype to which the operands are rounded, and that of the result. Without it, that of x, which the
-  /// weights and the biases must have, too.
+  /// dense weights and the biases must have, too.
   TORCH_ARG(std::optional<at::ScalarType>, dtype) = std::nullopt;
 };
 
 /// Computes the MLPs of experts. For x (..., features), index and weight (..., top_k) as moe_route returns
 /// them, gate_up (experts, 2 hidden, features) and down (experts, features, hidden), returns (..., features):
 /// for each token the sum over its experts of weight * (a down_e^T + down_bias_e), where a is the gate of x
-/// gate_up_e^T + gate_up_bias_e. An index of -1 is no expert. All tensors but the index have gradients.
-/// Backward keeps x and the products with gate_up. The result does not depend on the number of threads.
+/// gate_up_e^T + gate_up_bias_e. An index of -1 is no expert. All tensors but the index and quantised stacks
+/// have gradients. Backward keeps x and the products with gate_up. The result does not depend on the number
+/// of threads.
 SHOESTRING_API at::Tensor moe_experts(const at::Tensor& x, const at::Tensor& index, const at::Tensor& weight,
                                       const at::Tensor& gate_up, const at::Tensor& down,
                                       const MoeExpertsOptions& options = {});

@@ -9,7 +9,7 @@ The tables "frozen" compare frozen stacks in bf16 with frozen stacks in NF4 that
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -116,7 +116,7 @@ def frozen_of(shape: Shape, device: str) -> Candidates:
     gate_up, down = (
         torch.randn(*size, device=device).bfloat16() / size[-1] ** 0.5 for size in ((e, 2 * n, d), (e, d, n))
     )
-    codes = [shoestring.quantize_4bit(t) for t in (gate_up, down)] if device == "cpu" else []
+    codes = [shoestring.quantize_4bit(t) for t in (gate_up, down)]
     lora = shoestring.ExpertLora(
         *(
             (torch.randn(*size, device=device) / size[-1] ** 0.5).requires_grad_()
@@ -124,17 +124,16 @@ def frozen_of(shape: Shape, device: str) -> Candidates:
         )
     )
 
-    def step(stacks: list[Tensor], lora: shoestring.ExpertLora | None) -> object:
+    def step(stacks: Sequence[Tensor], lora: shoestring.ExpertLora | None) -> object:
         y = shoestring.moe_experts(x, index, weight, *stacks, lora=lora)
         return torch.autograd.grad(y, [x, weight, *(lora[:4] if lora else ())], grad)
 
-    runs: Candidates = {
+    return {
         "bf16": lambda: step([gate_up, down], None),
         "bf16, LoRA": lambda: step([gate_up, down], lora),
+        "NF4": lambda: step(codes, None),
+        "NF4, LoRA": lambda: step(codes, lora),
     }
-    if codes:  # quantised stacks are computed on the CPU alone
-        runs |= {"NF4": lambda: step(codes, None), "NF4, LoRA": lambda: step(codes, lora)}
-    return runs
 
 
 def more_arguments(parser: argparse.ArgumentParser) -> None:
@@ -168,6 +167,8 @@ def main() -> None:
         if options.only not in shape.name:
             continue
         runs = frozen_of(shape, device)
+        if device == "cuda":
+            runs = {name: graphed(run) for name, run in runs.items()}
         slots = shape.tokens * shape.top_k
         report.table(
             f"{shape.name}, {slots} rows, {shape.experts} x ({shape.features} -> {shape.hidden})",

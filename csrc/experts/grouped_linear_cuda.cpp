@@ -48,7 +48,7 @@ at::ScalarType grouped_operand_type(at::ScalarType type) {
 }
 
 void multiply_slots(const GroupedSlots& slots, const Tensor& a, const GroupedFactor& factor,
-                    const Tensor& bias, const Tensor& out) {
+                    const Tensor& bias, const Tensor& out, bool keep) {
   GroupedProduct p{slots, grouped_matrix(a), grouped_matrix(factor.stack)};
   p.columns = factor.columns();
   p.depth = factor.depth();
@@ -59,8 +59,15 @@ void multiply_slots(const GroupedSlots& slots, const Tensor& a, const GroupedFac
   p.out = out.mutable_data_ptr();
   p.out_row = out.stride(0);
   p.wide = out.scalar_type() != a.scalar_type();
+  p.keep = keep;
   const auto& k = grouped_kernels(a.scalar_type());
   check_launch(kGroupedLinearOp, (factor.depth_first ? k.input : k.forward)(p, stream_of(a)));
+}
+
+void collect_products(const Tensor& products, const GroupedSums& sums, const Tensor& out) {
+  check_launch(kGroupedLinearOp, grouped_kernels(out.scalar_type())
+                                     .collect(grouped_matrix(products), sums, out.size(0), out.size(1),
+                                              out.mutable_data_ptr(), out.stride(0), stream_of(products)));
 }
 
 void sum_products(const GroupedSlots& slots, const Tensor& a, const GroupedFactor& factor, const Tensor& bias,
@@ -69,14 +76,11 @@ void sum_products(const GroupedSlots& slots, const Tensor& a, const GroupedFacto
   width = std::min(std::max<int64_t>(width / kProductColumns, 1) * kProductColumns, (columns + 3) / 4 * 4);
   const Tensor products =
       at::empty({slots.slots, width}, a.options().dtype(grouped_sum_type(a.scalar_type())));
-  const auto collect = grouped_kernels(out.scalar_type()).collect;
   for (int64_t first = 0; first < columns; first += width) {
     const int64_t count = std::min(width, columns - first);
     multiply_slots(slots, a, factor.narrow(first, count),
                    bias.defined() ? bias.narrow(1, first, count) : Tensor(), products);
-    const Tensor part = out.narrow(1, first, count);
-    check_launch(kGroupedLinearOp, collect(grouped_matrix(products), sums, out.size(0), count,
-                                           part.mutable_data_ptr(), part.stride(0), stream_of(a)));
+    collect_products(products, sums, out.narrow(1, first, count));
   }
 }
 

@@ -68,9 +68,14 @@ struct GroupedFactor {
 };
 
 /// Writes to `out` the product of the rows of slots with the factors of their groups. bias (groups, columns)
-/// is undefined or has the dtype of sums and contiguous rows. out has the dtype of `a`, or that of sums.
+/// is undefined or has the dtype of sums and contiguous rows. out has the dtype of `a`, or that of sums. Rows
+/// of slots without a group become 0, or `keep` their values.
 void multiply_slots(const kernels::GroupedSlots& slots, const Tensor& a, const GroupedFactor& factor,
-                    const Tensor& bias, const Tensor& out);
+                    const Tensor& bias, const Tensor& out, bool keep = false);
+
+/// Writes to each row of `out`, of any dtype, the sum of rows of `products`, which have the dtype of sums and
+/// a pitch that is a multiple of four.
+void collect_products(const Tensor& products, const kernels::GroupedSums& sums, const Tensor& out);
 
 /// Writes to each row of `out`, of any dtype, the sum of rows of that product. The products of all slots
 /// exist for some columns at a time, `width` if that is enough for the kernels, so that they take little

@@ -41,6 +41,7 @@ struct GroupedProduct {
   void* out = nullptr;
   int64_t out_row = 0, out_group = 0;
   bool wide = false;    // whether out is in fp32 instead of the dtype of 16-bit operands
+  bool keep = false;    // forward and input: whether rows of slots without a group keep their values
   bool turned = false;  // weight: whether the slots refer to rows of `a` instead of b
 };
 

@@ -22,7 +22,6 @@
 #include "experts/moe_gate_double.h"
 #include "experts/slots.h"
 #include "gemm/products.h"
-#include "quantization/packed.h"
 
 namespace shoestring::experts {
 
@@ -170,40 +169,43 @@ ExpertSlots ExpertArguments::sorted() const {
   return sort.call(index, sizes().experts.expect_int());
 }
 
+ExpertCodes::ExpertCodes(Backend backend, const Tensor& codes, const ExpertScales& scales,
+                         const ExpertSizes& sizes, bool is_down, bool transposed)
+    : experts(sizes.experts.expect_int()) {
+  const int64_t features = sizes.features.expect_int(), hidden = sizes.hidden.expect_int();
+  const int64_t out = is_down ? features : 2 * hidden, in = is_down ? hidden : features;
+  rows = transposed ? in : out;
+  columns = transposed ? out : in;
+  const OptionalTensor& absmax = is_down ? scales.down_absmax : scales.gate_up_absmax;
+  if (!absmax.has_value()) return;
+  reader.emplace(backend, kMoeExpertsOp, codes, *absmax, is_down ? scales.down_nested : scales.gate_up_nested,
+                 scales.quant_type, scales.block(columns).expect_int());
+}
+
 ExpertTokens::ExpertTokens(const Tensor& order, const Tensor& weight, at::ScalarType sums)
     : rows(at::floor_divide(order, weight.size(-1))),
       scale(weight.reshape({-1}).to(sums).index_select(0, order)) {}
 
 namespace {
 
-// Returns a stack with the scales `absmax`, or a dense one.
-ExpertStack stack_of(const Tensor& weight, const OptionalTensor& absmax, const OptionalTensor& nested,
-                     const ExpertScales& scales, bool transposed, const ExpertSizes& sizes, bool is_down,
+ExpertStack stack_of(const Tensor& weight, const ExpertCodes& codes, bool transposed,
                      at::ScalarType compute) {
-  if (!absmax.has_value()) return {weight, transposed, compute};
-  const int64_t features = sizes.features.expect_int(), hidden = sizes.hidden.expect_int();
-  const int64_t out = is_down ? features : 2 * hidden, in = is_down ? hidden : features;
-  const int64_t rows = transposed ? in : out, columns = transposed ? out : in;
-  return {quantization::PackedReader(Backend::kCpu, kMoeExpertsOp, weight, *absmax, nested, scales.quant_type,
-                                     scales.block(columns).expect_int()),
-          sizes.experts.expect_int(), rows, columns, transposed};
+  if (!codes.reader.has_value()) return {weight, transposed, compute};
+  return {*codes.reader, codes.experts, codes.rows, codes.columns, transposed};
 }
 
 // The weights of a layer.
 struct Weights {
   template <class Arguments>  // ExpertArguments or ExpertBackward
   Weights(const Arguments& from, at::ScalarType compute)
-      : sizes(sizes_of(from.x, from.gate_up, from.scales, from.options.transposed)),
-        gate_up(stack_of(from.gate_up, from.scales.gate_up_absmax, from.scales.gate_up_nested, from.scales,
-                         from.options.transposed, sizes, /*is_down=*/false, compute)),
-        down(stack_of(from.down, from.scales.down_absmax, from.scales.down_nested, from.scales,
-                      from.options.transposed, sizes, /*is_down=*/true, compute)),
+      : hidden(sizes_of(from.x, from.gate_up, from.scales, from.options.transposed).hidden.expect_int()),
+        gate_up(stack_of(from.gate_up, {Backend::kCpu, from, /*is_down=*/false}, from.options.transposed,
+                         compute)),
+        down(stack_of(from.down, {Backend::kCpu, from, /*is_down=*/true}, from.options.transposed, compute)),
         gate_up_update(from.updates.gate_up_a, from.updates.gate_up_b, from.updates.scaling, compute),
         down_update(from.updates.down_a, from.updates.down_b, from.updates.scaling, compute) {}
 
-  int64_t hidden() const { return sizes.hidden.expect_int(); }
-
-  ExpertSizes sizes;
+  int64_t hidden;
   ExpertStack gate_up, down;
   ExpertUpdate gate_up_update, down_update;
 };
@@ -270,10 +272,10 @@ ExpertResults experts_cpu(const ExpertArguments& arguments) {
   };
   const auto bounds = numbers(offsets);
   const gemm::Slots inputs{gatherable(x, compute), numbers(tokens.rows), true};
-  const Tensor h = at::empty({order.size(0), 2 * weights.hidden()}, x.options());
+  const Tensor h = at::empty({order.size(0), 2 * weights.hidden}, x.options());
   gemm::multiply_slots(compute, h, inputs, bounds, weights.gate_up.forward(), bias(arguments.gate_up_bias),
                        weights.gate_up_update.forward(weights.gate_up_update.low(inputs, bounds)));
-  const Tensor a = at::empty({order.size(0), weights.hidden()}, x.options());
+  const Tensor a = at::empty({order.size(0), weights.hidden}, x.options());
   gate_rows(arguments.options.gate(), h, bounds.back(), a);
   const Tensor out = at::empty(x.sizes(), x.options());
   gemm::sum_slots(compute, out, a, numbers(tokens.rows), bounds, weights.down.forward(),
@@ -309,7 +311,7 @@ ExpertGradients experts_backward_cpu(const ExpertBackward& arguments) {
   ExpertGradients gradients;
 
   // The gradient of a without the weight; then the weighted a.
-  const Tensor a = at::empty({h.size(0), weights.hidden()}, h.options()), grad_h = at::empty_like(h);
+  const Tensor a = at::empty({h.size(0), weights.hidden}, h.options()), grad_h = at::empty_like(h);
   const Tensor grad_low_down = down_update.grad_low(upstream, offsets);
   gemm::multiply_slots(compute, a, upstream, offsets, weights.down.backward(), {},
                        down_update.backward(grad_low_down));

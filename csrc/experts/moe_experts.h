@@ -12,7 +12,9 @@
 #include <c10/core/DeviceGuard.h>
 
 #include "core/arguments.h"
+#include "core/tensors.h"
 #include "experts/moe_gate_table.h"
+#include "quantization/packed.h"
 
 namespace shoestring::experts {
 
@@ -160,6 +162,20 @@ enum ExpertGradient : size_t {
   kGradGateUpB,
   kGradDownA,
   kGradDownB
+};
+
+/// The codes of a quantised stack, `experts` matrices (rows, columns). A dense stack has no reader.
+struct ExpertCodes {
+  template <class Arguments>  // ExpertArguments or ExpertBackward
+  ExpertCodes(Backend backend, const Arguments& from, bool is_down)
+      : ExpertCodes(backend, is_down ? from.down : from.gate_up, from.scales,
+                    sizes_of(from.x, from.gate_up, from.scales, from.options.transposed), is_down,
+                    from.options.transposed) {}
+  ExpertCodes(Backend backend, const Tensor& codes, const ExpertScales& scales, const ExpertSizes& sizes,
+              bool is_down, bool transposed);
+
+  int64_t experts, rows, columns;
+  std::optional<quantization::PackedReader> reader{};
 };
 
 struct ExpertBackward {

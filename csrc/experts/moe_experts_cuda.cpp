@@ -1,6 +1,8 @@
 // moe_experts on CUDA, as on the CPU in moe_experts.cpp. The numbers of the slots stay on the GPU, so nothing
 // waits for it. Slots without an expert count as rows: their products are 0, and no sum reads them.
 
+#include <algorithm>
+
 #include <ATen/Functions.h>
 #include <torch/library.h>
 
@@ -62,12 +64,55 @@ int64_t columns_in_steps(const CudaSlots& slots, int64_t columns) {
   return slots.count() == 0 ? columns : columns * slots.tokens / slots.count();
 }
 
-void check_dense(const ExpertScales& scales) {
-  TORCH_CHECK_NOT_IMPLEMENTED(!scales.gate_up_absmax.has_value() && !scales.down_absmax.has_value(),
-                              kMoeExpertsOp, ": ", scales.gate_up_absmax.has_value() ? "gate_up" : "down",
-                              ": expected a dense stack on CUDA, received a quantised one; dequantise it, or "
-                              "compute on the CPU");
-}
+constexpr int64_t kDecodedBytes = int64_t{64} << 20;
+
+// A stack of weights. Codes are decoded for some experts at a time, to a buffer that takes at most as much
+// memory as the codes, and at most kDecodedBytes, unless one expert takes more.
+class Stack {
+ public:
+  template <class Arguments>  // ExpertArguments or ExpertBackward
+  Stack(const Arguments& from, bool is_down, at::ScalarType operands)
+      : codes_(Backend::kCuda, from, is_down), transposed_(from.options.transposed),
+        options_(from.x.options().dtype(operands)) {
+    const Tensor& weight = is_down ? from.down : from.gate_up;
+    if (!quantised()) dense_ = grouped_operand(weight, operands);
+    room_ = std::min(kDecodedBytes, static_cast<int64_t>(weight.nbytes()));
+  }
+
+  bool quantised() const { return codes_.reader.has_value(); }
+
+  // Returns the dense stack as the factor of rows, or of their gradients.
+  GroupedFactor factor(bool backward) const { return {dense_, transposed_ != backward}; }
+  int64_t columns(bool backward) const { return transposed_ != backward ? codes_.columns : codes_.rows; }
+
+  // Writes the products of the slots to `out`.
+  void multiply(const GroupedSlots& slots, const Tensor& rows, bool backward, const Tensor& bias,
+                const Tensor& out) const {
+    if (!quantised()) return multiply_slots(slots, rows, factor(backward), bias, out);
+    const auto type = options_.dtype().toScalarType();
+    const int64_t matrix = codes_.rows * codes_.columns;
+    const int64_t fit = room_ / (matrix * static_cast<int64_t>(c10::elementSize(type)));
+    const int64_t each = std::clamp<int64_t>(fit, 1, std::max<int64_t>(codes_.experts, 1));
+    const Tensor room = at::empty({each, codes_.rows, codes_.columns},
+                                  options_.dtype(type == at::kDouble ? at::kFloat : type));
+    for (int64_t first = 0; first < codes_.experts; first += each) {
+      const Tensor part = room.narrow(0, 0, std::min(each, codes_.experts - first));
+      codes_.reader->read(first * matrix, part);
+      GroupedSlots some = slots;
+      some.offsets += first;
+      some.groups = part.size(0);
+      multiply_slots(some, rows, {part.to(type), transposed_ != backward},
+                     bias.defined() ? bias.narrow(0, first, some.groups) : bias, out, /*keep=*/first > 0);
+    }
+  }
+
+ private:
+  ExpertCodes codes_;
+  bool transposed_;
+  at::TensorOptions options_;
+  Tensor dense_{};
+  int64_t room_ = 0;  // in bytes
+};
 
 // The low-rank update of a stack, as in expert_stack.h. Without `a`, it adds nothing.
 struct Update {
@@ -98,26 +143,35 @@ struct Update {
   double scaling;
 };
 
-// Returns the products of the rows of slots with `factor`, plus those of `low`, if that is defined, with
+// Returns the products of the rows of slots with a stack, plus those of `low`, if that is defined, with
 // `more`.
-Tensor products_of(const CudaSlots& slots, const Tensor& rows, const GroupedFactor& factor,
+Tensor products_of(const CudaSlots& slots, const Tensor& rows, const Stack& stack, bool backward,
                    const Tensor& bias, const Tensor& low, const GroupedFactor& more) {
   const auto type = low.defined() ? grouped_sum_type(rows.scalar_type()) : rows.scalar_type();
-  Tensor products = at::empty({slots.count(), factor.columns()}, rows.options().dtype(type));
-  multiply_slots(slots.referring(), rows, factor, bias, products);
+  Tensor products = at::empty({slots.count(), stack.columns(backward)}, rows.options().dtype(type));
+  stack.multiply(slots.referring(), rows, backward, bias, products);
   if (!low.defined()) return products;
   const Tensor added = at::empty_like(products);
   multiply_slots(slots.plain(), low, more, {}, added);
   return products.add_(added);
 }
 
-// Returns the sums of such products over the slots of tokens, in the dtype `type`.
-Tensor sums_of(const CudaSlots& slots, const Tensor& rows, const GroupedFactor& factor, const Tensor& bias,
-               const Tensor& low, const GroupedFactor& more, const GroupedSums& sums, at::ScalarType type) {
-  const auto written = low.defined() ? grouped_sum_type(rows.scalar_type()) : type;
-  Tensor out = at::empty({slots.tokens, factor.columns()}, rows.options().dtype(written));
-  const int64_t width = columns_in_steps(slots, out.size(1));
-  sum_products(slots.plain(), rows, factor, bias, sums, width, out);
+// Returns the sums of such products over the slots of tokens, in the dtype `type`. The products with a
+// quantised stack exist for all columns at once, so that each code is decoded once.
+Tensor sums_of(const CudaSlots& slots, const Tensor& rows, const Stack& stack, bool backward,
+               const Tensor& bias, const Tensor& low, const GroupedFactor& more, const GroupedSums& sums,
+               at::ScalarType type) {
+  const auto wide = grouped_sum_type(rows.scalar_type());
+  const int64_t columns = stack.columns(backward), width = columns_in_steps(slots, columns);
+  Tensor out = at::empty({slots.tokens, columns}, rows.options().dtype(low.defined() ? wide : type));
+  if (stack.quantised()) {
+    const Tensor products =
+        at::empty({slots.count(), (columns + 3) / 4 * 4}, rows.options().dtype(wide)).narrow(1, 0, columns);
+    stack.multiply(slots.plain(), rows, backward, bias, products);
+    collect_products(products, sums, out);
+  } else {
+    sum_products(slots.plain(), rows, stack.factor(backward), bias, sums, width, out);
+  }
   if (!low.defined()) return out;
   const Tensor added = at::empty_like(out);
   sum_products(slots.plain(), low, more, {}, sums, width, added);
@@ -126,31 +180,28 @@ Tensor sums_of(const CudaSlots& slots, const Tensor& rows, const GroupedFactor& 
 
 ExpertResults experts_cuda(const ExpertArguments& arguments) {
   arguments.check();
-  check_dense(arguments.scales);
   const auto [order, inverse, offsets] = arguments.sorted();
   const auto type = arguments.type(), operands = grouped_operand_type(type),
              sums = grouped_sum_type(operands);
-  const bool transposed = arguments.options.transposed;
   const Tensor x = grouped_operand(as_matrix(arguments.x).to(type), operands);
   const ExpertTokens tokens(order, arguments.weight, sums);
   const CudaSlots slots(offsets, tokens.rows, x.size(0));
-  const GroupedFactor gate_up{grouped_operand(arguments.gate_up, operands), transposed},
-      down{grouped_operand(arguments.down, operands), transposed};
+  const Stack gate_up(arguments, /*is_down=*/false, operands), down(arguments, /*is_down=*/true, operands);
   const auto bias = [&](const OptionalTensor& b) {
     return b.has_value() ? b->to(sums).contiguous() : Tensor();
   };
   const auto& updates = arguments.updates;
   const Update gate_up_update(updates.gate_up_a, updates.gate_up_b, updates.scaling, operands),
       down_update(updates.down_a, updates.down_b, updates.scaling, operands);
-  const Tensor h = products_of(slots, x, gate_up, bias(arguments.gate_up_bias),
+  const Tensor h = products_of(slots, x, gate_up, /*backward=*/false, bias(arguments.gate_up_bias),
                                gate_up_update.forward(slots.referring(), x), {gate_up_update.b})
                        .to(type);
   const Tensor a = grouped_operand(gate_rows(arguments.options.gate(), h), operands);
   const Tensor scale = arguments.weight.reshape({-1}).to(sums).contiguous();
   GroupedSums of_tokens = sums_of_tokens(slots, inverse, arguments.weight.size(-1));
   of_tokens.factors = scale.const_data_ptr();
-  const Tensor out = sums_of(slots, a, down, bias(arguments.down_bias), down_update.forward(slots.plain(), a),
-                             {down_update.b}, of_tokens, type);
+  const Tensor out = sums_of(slots, a, down, /*backward=*/false, bias(arguments.down_bias),
+                             down_update.forward(slots.plain(), a), {down_update.b}, of_tokens, type);
   return {out.view(arguments.x.sizes()), h, order, slots.offsets};
 }
 
@@ -166,9 +217,7 @@ ExpertGradients experts_backward_cuda(const ExpertBackward& arguments) {
       at::empty_like(order).index_copy_(0, order, at::arange(order.size(0), order.options()));
   const ExpertTokens tokens(order, arguments.weight, sums);
   const CudaSlots slots(arguments.offsets, tokens.rows, x.size(0));
-  // the factors of the gradients: the transposed weights
-  const GroupedFactor gate_up{grouped_operand(arguments.gate_up, operands), !transposed},
-      down{grouped_operand(arguments.down, operands), !transposed};
+  const Stack gate_up(arguments, /*is_down=*/false, operands), down(arguments, /*is_down=*/true, operands);
   const auto& updates = arguments.updates;
   const Update gate_up_update(updates.gate_up_a, updates.gate_up_b, updates.scaling, operands),
       down_update(updates.down_a, updates.down_b, updates.scaling, operands);
@@ -176,7 +225,8 @@ ExpertGradients experts_backward_cuda(const ExpertBackward& arguments) {
 
   // The gradient of a without the weight; then the weighted a.
   const Tensor grad_low_down = down_update.backward(slots.referring(), grad);
-  const Tensor a = products_of(slots, grad, down, {}, grad_low_down, {down_update.a, true}).to(type);
+  const Tensor a =
+      products_of(slots, grad, down, /*backward=*/true, {}, grad_low_down, {down_update.a, true}).to(type);
   const Tensor grad_h = at::empty_like(h);
   const Tensor along = gate_rows_backward(arguments.options.gate(), h, tokens.scale, a, grad_h);
   const Tensor weighted = grouped_operand(a, operands), upstream = grouped_operand(grad_h, operands);
@@ -214,9 +264,10 @@ ExpertGradients experts_backward_cuda(const ExpertBackward& arguments) {
   if (wants[kGradGateUpA])
     gradients.all[kGradGateUpA] = add_products(slots.referring(), grad_low, x, false, *updates.gate_up_a);
   if (wants[kGradX]) {
-    gradients.all[kGradX] = sums_of(slots, upstream, gate_up, {}, grad_low, {gate_up_update.a, true},
-                                    sums_of_tokens(slots, inverse, arguments.weight.size(-1)), type)
-                                .view(arguments.x.sizes());
+    gradients.all[kGradX] =
+        sums_of(slots, upstream, gate_up, /*backward=*/true, {}, grad_low, {gate_up_update.a, true},
+                sums_of_tokens(slots, inverse, arguments.weight.size(-1)), type)
+            .view(arguments.x.sizes());
   }
   return gradients;
 }

@@ -103,6 +103,7 @@ __device__ void multiply_slots(const GroupedProduct& p, const GroupedAccess& acc
   if (tile.first >= tile.end) return;
   const int first_column = cell.column * side, group = tile.i - 1;
   const bool belongs = group >= 0 && group < p.slots.groups;
+  if (!belongs && p.keep) return;
   const Rows rows{p.slots.rows, tile.end, static_cast<int>(p.slots.count)};
   const Result<T> to{p.out,
                      p.out_row,

@@ -64,8 +64,8 @@ def moe_experts(
     tensor has the features of x for each token and expert. Backward keeps x and the inputs of the gates, and computes
     the gradient of ``weight`` from these (SonicMoE, arXiv 2512.14080). Results do not depend on the number of threads.
 
-    A stack may be a frozen :class:`QuantizedTensor`. Products decode its codes while they read them, in forward and in
-    backward, so no dense stack is in memory. CUDA computes dense stacks alone.
+    A stack may be a frozen :class:`QuantizedTensor`. Products on the CPU decode its codes while they read them, in forward
+    and in backward; on a GPU, some experts are decoded at a time. No dense stack is in memory.
 
     Args:
         x: (..., features), fp32, fp64, bf16 or fp16.
@@ -91,7 +91,6 @@ def moe_experts(
 
     Raises:
         RuntimeError: shapes, dtypes or options do not fit, or on the CPU an index is outside of [-1, experts).
-        NotImplementedError: a stack on CUDA is quantised.
 
     Example:
         >>> x, router = torch.randn(10, 16), torch.randn(16, 4)

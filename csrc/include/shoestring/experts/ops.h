@@ -109,7 +109,7 @@ struct MoeExpertsOptions {
   TORCH_ARG(bool, transposed) = false;
   /// The scales of a frozen quantised stack, whose codes are passed as gate_up or down: the results of
   /// quantize_4bit or quantize_int8 for the whole stack. The matrix of each expert must have whole blocks.
-  /// Products decode a few rows at a time. On the CPU only.
+  /// Products on the CPU decode the codes while they read them. On CUDA, some experts are decoded at a time.
   TORCH_ARG(std::optional<at::Tensor>, gate_up_absmax) = std::nullopt;
   TORCH_ARG(std::optional<at::Tensor>, down_absmax) = std::nullopt;
   /// With double quantisation, the second result of quantize_absmax.

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <numeric>
 #include <utility>
 #include <vector>
 
@@ -16,12 +17,15 @@
 #include <shoestring/experts/ops.h>
 
 #include "core/call.h"
+#include "core/huge_pages.h"
 #include "core/tensors.h"
 #include "core/threads.h"
 #include "experts/expert_stack.h"
 #include "experts/moe_gate_double.h"
+#include "experts/moe_route_table.h"
 #include "experts/slots.h"
 #include "gemm/products.h"
+#include "gemm/skinny_gemm_table.h"
 
 namespace shoestring::experts {
 
@@ -152,6 +156,8 @@ void ExpertArguments::check() const {
   check_gate_up();
   const auto [experts, features, hidden] = sizes();
   const c10::SymInt both = 2 * hidden;
+  TORCH_CHECK(experts > 0 && experts <= kernels::kMostExperts, kMoeExpertsOp, ": gate_up: expected 1 to ",
+              kernels::kMostExperts, " experts, received ", experts);
   if (!scales.gate_up_absmax.has_value()) fits("gate_up", gate_up, stack_shape(experts, both, features));
   if (scales.down_absmax.has_value()) {
     check_codes("down", down, scales.down_absmax, scales.down_nested, experts, features, hidden);
@@ -262,7 +268,8 @@ Tensor gate_rows_backward(const Gate& gate, const Tensor& h, const Tensor& scale
 
 ExpertResults experts_cpu(const ExpertArguments& arguments) {
   arguments.check();
-  const auto [order, inverse, offsets] = arguments.sorted();
+  const auto [order, inverse, offsets] =
+      sort_slots(kMoeExpertsOp, arguments.index, arguments.sizes().experts.expect_int());
   const Tensor x = as_matrix(arguments.x).to(arguments.type());
   const auto compute = gemm::product_type(x), sums = compute_type(x);
   const Weights weights(arguments, compute);
@@ -272,12 +279,12 @@ ExpertResults experts_cpu(const ExpertArguments& arguments) {
   };
   const auto bounds = numbers(offsets);
   const gemm::Slots inputs{gatherable(x, compute), numbers(tokens.rows), true};
-  const Tensor h = at::empty({order.size(0), 2 * weights.hidden}, x.options());
+  const Tensor h = in_huge_pages(at::empty({order.size(0), 2 * weights.hidden}, x.options()));
   gemm::multiply_slots(compute, h, inputs, bounds, weights.gate_up.forward(), bias(arguments.gate_up_bias),
                        weights.gate_up_update.forward(weights.gate_up_update.low(inputs, bounds)));
-  const Tensor a = at::empty({order.size(0), weights.hidden}, x.options());
+  const Tensor a = in_huge_pages(at::empty({order.size(0), weights.hidden}, x.options()));
   gate_rows(arguments.options.gate(), h, bounds.back(), a);
-  const Tensor out = at::empty(x.sizes(), x.options());
+  const Tensor out = in_huge_pages(at::empty(x.sizes(), x.options()));
   gemm::sum_slots(compute, out, a, numbers(tokens.rows), bounds, weights.down.forward(),
                   bias(arguments.down_bias), tokens.scale,
                   weights.down_update.forward(weights.down_update.low({a}, bounds)));
@@ -287,13 +294,39 @@ ExpertResults experts_cpu(const ExpertArguments& arguments) {
 // Adds to the gradient of each slot's weight that of the bias: the product of the token's gradient and the
 // bias of the slot's expert.
 void add_along_bias(const Tensor& along, const Tensor& grad, const Tensor& rows,
-                    c10::ArrayRef<int64_t> offsets, const Tensor& bias) {
-  for (size_t e = 0; e + 1 < offsets.size(); ++e) {
-    const int64_t first = offsets[e], count = offsets[e + 1] - first;
-    if (count == 0) continue;
-    const Tensor mine = grad.index_select(0, rows.narrow(0, first, count)).to(along.scalar_type());
-    along.narrow(0, first, count).add_(at::mv(mine, bias[static_cast<int64_t>(e)].to(along.scalar_type())));
+                    c10::ArrayRef<int64_t> offsets, const OptionalTensor& given) {
+  const Tensor bias = given->to(along.scalar_type()).contiguous();
+  const auto tokens = numbers(rows);
+  const int64_t features = grad.size(1), step = grad.stride(0);
+  // Calls multiply(row of grad, row of the bias, element of `along`) for the slots.
+  const auto for_each_slot = [&](const auto* from, const auto* of_experts, auto* to, const auto& multiply) {
+    at::parallel_for(offsets.front(), offsets.back(), row_grain(features * grad.element_size()),
+                     [&](int64_t first, int64_t last) {
+                       auto e = std::upper_bound(offsets.begin(), offsets.end(), first) - offsets.begin() - 1;
+                       for (int64_t s = first; s < last; ++s) {
+                         while (s >= offsets[e + 1]) ++e;
+                         multiply(from + tokens[s] * step, of_experts + e * features, to + s);
+                       }
+                     });
+  };
+  if (grad.scalar_type() == at::kDouble) {
+    return for_each_slot(grad.const_data_ptr<double>(), bias.const_data_ptr<double>(),
+                         along.mutable_data_ptr<double>(),
+                         [&](const double* a, const double* b, double* sum) {
+                           *sum = std::inner_product(a, a + features, b, *sum);
+                         });
   }
+  const auto run = [&](auto kernel, const auto* from) {
+    for_each_slot(from, bias.const_data_ptr<float>(), along.mutable_data_ptr<float>(),
+                  [&](const auto* a, const float* b, float* sum) {
+                    kernel(a, features, 1, b, 1, features, sum, 1, /*alpha=*/1, /*beta=*/1);
+                  });
+  };
+  const auto& kernels = cpu::skinny_gemm();
+  const void* data = grad.const_data_ptr();
+  if (grad.scalar_type() == at::kFloat) return run(kernels.multiply_float, static_cast<const float*>(data));
+  run(grad.scalar_type() == at::kBFloat16 ? kernels.multiply_bf16 : kernels.multiply_fp16,
+      static_cast<const uint16_t*>(data));
 }
 
 ExpertGradients experts_backward_cpu(const ExpertBackward& arguments) {
@@ -311,7 +344,8 @@ ExpertGradients experts_backward_cpu(const ExpertBackward& arguments) {
   ExpertGradients gradients;
 
   // The gradient of a without the weight; then the weighted a.
-  const Tensor a = at::empty({h.size(0), weights.hidden}, h.options()), grad_h = at::empty_like(h);
+  const Tensor a = in_huge_pages(at::empty({h.size(0), weights.hidden}, h.options())),
+               grad_h = in_huge_pages(at::empty_like(h));
   const Tensor grad_low_down = down_update.grad_low(upstream, offsets);
   gemm::multiply_slots(compute, a, upstream, offsets, weights.down.backward(), {},
                        down_update.backward(grad_low_down));
@@ -319,7 +353,7 @@ ExpertGradients experts_backward_cpu(const ExpertBackward& arguments) {
       gate_rows_backward(arguments.options.gate(), h, tokens.scale, offsets.back(), a, grad_h);
   if (wants[kGradWeight]) {
     if (arguments.down_bias.has_value())
-      add_along_bias(along, grad, tokens.rows, offsets, *arguments.down_bias);
+      add_along_bias(along, grad, tokens.rows, offsets, arguments.down_bias);
     const Tensor by_slot = at::empty_like(along);
     by_slot.index_copy_(0, arguments.order, along);
     gradients.all[kGradWeight] = by_slot.view(arguments.weight.sizes()).to(arguments.weight.scalar_type());
@@ -348,7 +382,7 @@ ExpertGradients experts_backward_cpu(const ExpertBackward& arguments) {
   const Tensor grad_low = gate_up_update.grad_low({grad_h}, offsets);
   if (wants[kGradGateUpA]) gradients.all[kGradGateUpA] = by_expert(*updates.gate_up_a, {grad_low}, inputs);
   if (wants[kGradX]) {
-    const Tensor grad_x = at::empty(x.sizes(), x.options());
+    const Tensor grad_x = in_huge_pages(at::empty(x.sizes(), x.options()));
     gemm::sum_slots(compute, grad_x, grad_h, numbers(tokens.rows), offsets, weights.gate_up.backward(), {},
                     {}, gate_up_update.backward(grad_low));
     gradients.all[kGradX] = grad_x.view(arguments.x.sizes());

@@ -15,6 +15,7 @@
 #include "core/threads.h"
 #include "experts/moe_route_table.h"
 #include "experts/moe_sort_table.h"
+#include "experts/slots.h"
 
 namespace shoestring::experts {
 namespace {
@@ -40,10 +41,11 @@ int64_t slots_of_part(int64_t slots, int64_t least, int64_t most) {
 }
 
 // Counts the slots [begin, end) of each expert. Slots without an expert count at `experts`.
-void count_slots(const int64_t* index, int64_t begin, int64_t end, int64_t experts, int64_t* counts) {
+void count_slots(const char* op, const int64_t* index, int64_t begin, int64_t end, int64_t experts,
+                 int64_t* counts) {
   for (int64_t i = begin; i < end; ++i) {
     const int64_t e = index[i];
-    TORCH_CHECK(e >= -1 && e < experts, kMoeSortOp, ": index: expected values from 0 to ", experts - 1,
+    TORCH_CHECK(e >= -1 && e < experts, op, ": index: expected values from 0 to ", experts - 1,
                 ", or -1 for no expert, received ", e);
     ++counts[e < 0 ? experts : e];
   }
@@ -69,34 +71,9 @@ SortResult sort_results(const Tensor& index, int64_t experts) {
           at::empty({experts + 1}, options)};
 }
 
-SortResult moe_sort_cpu(const Tensor& given, int64_t experts) {
-  check_moe_sort(given, experts);
-  const Tensor index = given.contiguous();
-  const int64_t slots = index.numel(), each = slots_of_part(slots, kLeastSlots, kMostSortParts);
-  const int64_t parts = (slots + each - 1) / each, stride = experts + 1;
-  const SortResult result = sort_results(index, experts);
-  const Tensor counts = at::zeros({parts, stride}, index.options());
-  const auto* from = index.const_data_ptr<int64_t>();
-  auto *count = counts.mutable_data_ptr<int64_t>(), *order = std::get<0>(result).mutable_data_ptr<int64_t>(),
-       *inverse = std::get<1>(result).mutable_data_ptr<int64_t>();
-  const int64_t grain = std::max<int64_t>(1, row_grain(16) / each);
-  const auto for_each_part = [&](auto body) {
-    at::parallel_for(0, parts, grain, [&](int64_t first, int64_t last) {
-      for (int64_t part = first; part < last; ++part)
-        body(part * each, std::min(slots, (part + 1) * each), count + part * stride);
-    });
-  };
-  for_each_part(
-      [&](int64_t begin, int64_t end, int64_t* of_part) { count_slots(from, begin, end, experts, of_part); });
-  scan_counts(count, parts, experts, std::get<2>(result).mutable_data_ptr<int64_t>());
-  for_each_part([&](int64_t begin, int64_t end, int64_t* places) {
-    for (int64_t slot = begin; slot < end; ++slot) {
-      const int64_t e = from[slot], place = places[e < 0 ? experts : e]++;
-      order[place] = slot;
-      inverse[slot] = place;
-    }
-  });
-  return result;
+SortResult moe_sort_cpu(const Tensor& index, int64_t experts) {
+  check_moe_sort(index, experts);
+  return sort_slots(kMoeSortOp, index, experts);
 }
 
 SortResult moe_sort_cuda(const Tensor& given, int64_t experts) {
@@ -140,6 +117,37 @@ TORCH_LIBRARY_IMPL(shoestring, CUDA, m) { m.impl(kMoeSortOp, moe_sort_cuda); }
 TORCH_LIBRARY_IMPL(shoestring, Meta, m) { m.impl(kMoeSortOp, moe_sort_meta); }
 
 }  // namespace
+
+SortResult sort_slots(const char* op, const Tensor& given, int64_t experts) {
+  const Tensor index = given.contiguous();
+  const int64_t slots = index.numel(), each = slots_of_part(slots, kLeastSlots, kMostSortParts);
+  const int64_t parts = (slots + each - 1) / each, stride = experts + 1;
+  const SortResult result = sort_results(index, experts);
+  const Tensor counts = at::zeros({parts, stride}, index.options());
+  const auto* from = index.const_data_ptr<int64_t>();
+  auto *count = counts.mutable_data_ptr<int64_t>(), *order = std::get<0>(result).mutable_data_ptr<int64_t>(),
+       *inverse = std::get<1>(result).mutable_data_ptr<int64_t>();
+  const int64_t grain = std::max<int64_t>(1, row_grain(16) / each);
+  const auto for_each_part = [&](auto body) {
+    at::parallel_for(0, parts, grain, [&](int64_t first, int64_t last) {
+      for (int64_t part = first; part < last; ++part)
+        body(part * each, std::min(slots, (part + 1) * each), count + part * stride);
+    });
+  };
+  for_each_part([&](int64_t begin, int64_t end, int64_t* of_part) {
+    count_slots(op, from, begin, end, experts, of_part);
+  });
+  scan_counts(count, parts, experts, std::get<2>(result).mutable_data_ptr<int64_t>());
+  for_each_part([&](int64_t begin, int64_t end, int64_t* places) {
+    for (int64_t slot = begin; slot < end; ++slot) {
+      const int64_t e = from[slot], place = places[e < 0 ? experts : e]++;
+      order[place] = slot;
+      inverse[slot] = place;
+    }
+  });
+  return result;
+}
+
 }  // namespace shoestring::experts
 
 namespace shoestring {

@@ -2,9 +2,12 @@
 
 // The slots of experts on the CPU: which rows of x each expert multiplies.
 
+#include <tuple>
+
 #include <ATen/core/Tensor.h>
 #include <c10/util/ArrayRef.h>
 
+#include "core/huge_pages.h"
 #include "core/tensors.h"
 #include "gemm/grouped_product.h"
 
@@ -14,6 +17,10 @@ namespace shoestring::experts {
 inline c10::ArrayRef<int64_t> numbers(const at::Tensor& t) {
   return {t.const_data_ptr<int64_t>(), static_cast<size_t>(t.numel())};
 }
+
+/// Returns order, inverse and offsets of moe_sort, for the argument `index` of the operator `op`.
+std::tuple<at::Tensor, at::Tensor, at::Tensor> sort_slots(const char* op, const at::Tensor& index,
+                                                          int64_t experts);
 
 /// Returns t in a dtype that products of `compute` read: fp64 for fp64, else another.
 inline at::Tensor readable(const at::Tensor& t, at::ScalarType compute) {
@@ -32,7 +39,7 @@ inline at::Tensor gatherable(const at::Tensor& t, at::ScalarType compute) {
 inline at::Tensor empty_results(at::IntArrayRef sizes, const at::Tensor& like, at::ScalarType wanted,
                                 at::ScalarType compute) {
   const bool direct = (wanted == at::kDouble) == (compute == at::kDouble);
-  return at::empty(sizes, like.options().dtype(direct ? wanted : compute));
+  return in_huge_pages(at::empty(sizes, like.options().dtype(direct ? wanted : compute)));
 }
 
 /// Returns for each expert the sum of the rows of its slots, each times its element of `scale` if that is

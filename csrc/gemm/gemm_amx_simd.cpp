@@ -138,8 +138,8 @@ SHOESTRING_INLINE Unwritten tile_amx(const float* a, const float* b, const Unwri
 }
 
 void multiply_amx(const float* a, const float* b, int64_t m, int64_t n, int64_t depth, float* c,
-                  int64_t stride, float alpha, float beta, const kernels::GemmNarrow* narrow,
-                  bool b_outside) {
+                  int64_t stride, float alpha, float beta, const kernels::GemmNarrow* narrow, bool b_outside,
+                  const kernels::GemmAhead&) {
   const int64_t padded = (depth + kAmxDepth - 1) / kAmxDepth * kAmxDepth, panel = panel_size(depth);
   // Each tile prefetches its share of the next panel of the outer loop.
   const int64_t inner = ((b_outside ? m : n) + kPanel - 1) / kPanel,

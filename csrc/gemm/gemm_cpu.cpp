@@ -104,9 +104,9 @@ bool sums_products(at::ScalarType compute) {
 }
 
 void gemm_sum(at::ScalarType compute, const Tensor& out, c10::ArrayRef<Term> terms, const Tensor& gain,
-              const Tensor& offset) {
+              const Tensor& offset, const Factor* then) {
   if (out.numel() == 0) return;
-  multiply_packed(*product_for(compute), out, terms, 0, 1, gain, offset);
+  multiply_packed(*product_for(compute), out, terms, 0, 1, gain, offset, then);
 }
 
 void gemm_cpu(const Tensor& out, const Tensor& a, const Tensor& b, double beta, double alpha) {

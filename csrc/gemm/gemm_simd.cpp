@@ -26,9 +26,10 @@ SHOESTRING_INLINE void prefetch_tile(const float* c, int64_t stride, int64_t m) 
 template <int kTile>
 SHOESTRING_INLINE void store_tile(const F32 (&sum)[kTile][kWide], float* __restrict c, int64_t stride,
                                   int64_t m, int64_t n, float alpha, float beta) {
-  if (m == kTile && n == kColumns) {
+  if (n == kColumns) {
 #pragma GCC unroll 16
     for (int i = 0; i < kTile; ++i) {
+      if (i == m) return;
       for (int j = 0; j < kWide; ++j) {
         float* to = c + i * stride + j * kLanes;
         store(to, combine(to, alpha * sum[i][j], beta));
@@ -49,14 +50,22 @@ SHOESTRING_INLINE void store_tile(const F32 (&sum)[kTile][kWide], float* __restr
   }
 }
 
+// The memory of which a tile asks for one cache line in each depth step, `step` bytes apart. It is packed
+// later.
+struct Ahead {
+  const char* from;
+  int64_t step;
+};
+
 // Multiplies the first kTile lines of a panel of a, which is kWidth lines wide, by a panel of b.
 template <int kTile, int kWidth = kTile>
 void tile_fp32(const float* __restrict a, const float* __restrict b, int64_t m, int64_t n, int64_t size,
-               float* __restrict c, int64_t stride, float alpha, float beta) {
+               float* __restrict c, int64_t stride, float alpha, float beta, Ahead ahead) {
   prefetch_tile(c, stride, m);
   F32 sum[kTile][kWide] = {};
 #pragma GCC unroll 2
   for (int64_t d = 0; d < size; ++d, a += kWidth, b += kColumns) {
+    __builtin_prefetch(address(ahead.from, d * ahead.step), 0, 2);
     F32 column[kWide];
     for (int j = 0; j < kWide; ++j) column[j] = load(b + j * kLanes);
 #pragma GCC unroll 16
@@ -71,13 +80,14 @@ void tile_fp32(const float* __restrict a, const float* __restrict b, int64_t m, 
 #if defined(__AVX512F__)
 #pragma GCC push_options
 #pragma GCC target("avx512bf16")
-template <int kTile>
+template <int kTile, int kWidth = kTile>
 void tile_bf16(const float* __restrict a, const float* __restrict b, int64_t m, int64_t n, int64_t size,
-               float* __restrict c, int64_t stride, float alpha, float beta) {
+               float* __restrict c, int64_t stride, float alpha, float beta, Ahead ahead) {
   prefetch_tile(c, stride, m);
   F32 sum[kTile][kWide] = {};
 #pragma GCC unroll 2
-  for (int64_t d = 0; d < size; ++d, a += kTile, b += kColumns) {
+  for (int64_t d = 0; d < size; ++d, a += kWidth, b += kColumns) {
+    __builtin_prefetch(address(ahead.from, d * ahead.step), 0, 2);
     __m512bh column[kWide];
     for (int j = 0; j < kWide; ++j) column[j] = (__m512bh)load(b + j * kLanes);
 #pragma GCC unroll 16
@@ -96,20 +106,59 @@ void tile_bf16(const float* __restrict a, const float* __restrict b, int64_t m, 
 constexpr int64_t kDepth = 192;
 
 using Tile = void (*)(const float* a, const float* b, int64_t m, int64_t n, int64_t size, float* c,
-                      int64_t stride, float alpha, float beta);
+                      int64_t stride, float alpha, float beta, Ahead ahead);
 
-template <class Packed, Tile tile>
+// Asks for memory that is in the cache.
+SHOESTRING_INLINE Ahead nothing_ahead(const float* a) { return {reinterpret_cast<const char*>(a), 0}; }
+
+constexpr int64_t kCacheLine = 64;
+
+// Returns what a tile of `size` depth steps asks for, the tile with this number in its product.
+SHOESTRING_INLINE Ahead part_of(const kernels::GemmAhead& ahead, int64_t tile, int64_t size, const float* a) {
+  if (ahead.rows == 0) return nothing_ahead(a);
+  const int64_t lines = (ahead.bytes + kCacheLine - 1) / kCacheLine, row = tile / lines * size;
+  if (row >= ahead.rows) return nothing_ahead(a);
+  const int64_t last = ahead.rows > size ? ahead.rows - size : 0;
+  return {ahead.data + (row < last ? row : last) * ahead.stride + tile % lines * kCacheLine, ahead.stride};
+}
+
+// The functions for panels of a whose last lines are padding: function i computes 2 (i + 1) lines. The sums
+// of a line do not depend on the function.
+#if defined(__AVX512F__)
+#define SHOESTRING_TILES(TILE)                                          \
+  {TILE<2, kRows>,  TILE<4, kRows>,  TILE<6, kRows>,    TILE<8, kRows>, \
+   TILE<10, kRows>, TILE<12, kRows>, TILE<kRows, kRows>}
+#elif defined(__AVX2__)
+#define SHOESTRING_TILES(TILE) {TILE<2, kRows>, TILE<4, kRows>, TILE<kRows, kRows>}
+#else
+#define SHOESTRING_TILES(TILE) {TILE<2, kRows>, TILE<kRows, kRows>}
+#endif
+struct Tiles {
+  Tile of_lines[kRows / 2];
+  constexpr Tile operator()(int64_t lines) const { return of_lines[(lines - 1) / 2]; }
+};
+constexpr Tiles kTilesFp32{SHOESTRING_TILES(tile_fp32)};
+#if defined(__AVX512F__)
+constexpr Tiles kTilesBf16{SHOESTRING_TILES(tile_bf16)};
+#endif
+#undef SHOESTRING_TILES
+
+template <class Packed, const Tiles& tiles>
 void multiply(const float* a, const float* b, int64_t m, int64_t n, int64_t depth, float* c, int64_t stride,
-              float alpha, float beta, const kernels::GemmNarrow* narrow, bool b_outside) {
+              float alpha, float beta, const kernels::GemmNarrow* narrow, bool b_outside,
+              const kernels::GemmAhead& ahead) {
+  int64_t number = 0;
   const int64_t size = (depth + Packed::kSteps - 1) / Packed::kSteps;
   const auto at = [&](int64_t i, int64_t j) {
     const float *rows = a + i / kRows * kernels::packed_size(depth, Packed::kSteps, kRows),
                 *columns = b + j / kColumns * kernels::packed_size(depth, Packed::kSteps, kColumns);
     const int64_t lines = m - i < kRows ? m - i : kRows, some = n - j < kColumns ? n - j : kColumns;
     float* to = c + i * stride + j;
-    if (narrow == nullptr) return tile(rows, columns, lines, some, size, to, stride, alpha, beta);
+    const Tile tile = tiles(lines);
+    const Ahead next = part_of(ahead, number++, size, a);
+    if (narrow == nullptr) return tile(rows, columns, lines, some, size, to, stride, alpha, beta, next);
     float sum[kRows * kColumns];
-    tile(rows, columns, kRows, kColumns, size, sum, kColumns, 1, 0);
+    tile(rows, columns, lines, kColumns, size, sum, kColumns, 1, 0, next);
     finish_tile(sum, to, stride, lines, some, alpha, beta, narrow, i, j);
   };
   if (b_outside) {
@@ -130,9 +179,9 @@ void strip_of(const float* a, int64_t a_stride, int64_t lines, const float* b, i
               float alpha, float beta, Tile rest = nullptr) {
   for (; lines >= kTile || (lines > 0 && rest == nullptr);
        lines -= kTile, a += a_stride, c += kTile * kColumns) {
-    tile(a, b, kTile, kColumns, size, c, kColumns, alpha, beta);
+    tile(a, b, kTile, kColumns, size, c, kColumns, alpha, beta, nothing_ahead(a));
   }
-  if (lines > 0) rest(a, b, lines, kColumns, size, c, kColumns, alpha, beta);
+  if (lines > 0) rest(a, b, lines, kColumns, size, c, kColumns, alpha, beta, nothing_ahead(a));
 }
 
 #if defined(__AVX512F__)
@@ -168,12 +217,12 @@ void strip_of(const float* a, int64_t a_stride, int64_t lines, const float* b, i
   }
 #endif
 
-template <class Packed, Tile tile>
+template <class Packed, const Tiles& tiles>
 constexpr kernels::GemmProduct product(kernels::GemmProduct::Strip strip) {
   return {pack<Packed, Float>,
           pack<Packed, BFloat16>,
           pack<Packed, Half>,
-          multiply<Packed, tile>,
+          multiply<Packed, tiles>,
           strip,
           Packed::kSteps,
           {pack<Packed, Float>, pack<Packed, BFloat16>, pack<Packed, Half>},
@@ -191,14 +240,14 @@ const kernels::GemmTable gemm{kRows,
                               kLeastRows,
                               kColumns,
                               true,
-                              product<One, tile_fp32<kRows>>(SHOESTRING_STRIP(tile_fp32)),
-                              product<Two, tile_bf16<kRows>>(SHOESTRING_STRIP(tile_bf16))};
+                              product<One, kTilesFp32>(SHOESTRING_STRIP(tile_fp32)),
+                              product<Two, kTilesBf16>(SHOESTRING_STRIP(tile_bf16))};
 #elif defined(__AVX2__)
 const kernels::GemmTable gemm{
-    kRows, kLeastRows, kColumns, true, product<One, tile_fp32<kRows>>(SHOESTRING_STRIP(tile_fp32)), {}};
+    kRows, kLeastRows, kColumns, true, product<One, kTilesFp32>(SHOESTRING_STRIP(tile_fp32)), {}};
 #else
 const kernels::GemmTable gemm{
-    kRows, kLeastRows, kColumns, false, product<One, tile_fp32<kRows>>(SHOESTRING_STRIP(tile_fp32)), {}};
+    kRows, kLeastRows, kColumns, false, product<One, kTilesFp32>(SHOESTRING_STRIP(tile_fp32)), {}};
 #endif
 #undef SHOESTRING_STRIP
 

@@ -25,6 +25,13 @@ struct GemmNarrow {
   const float *gain, *offset;
 };
 
+/// Memory that is packed after a product: `rows` rows of `bytes` bytes, `stride` bytes apart. The product
+/// asks for it while it multiplies, so that packing need not wait for the memory. No rows: nothing is known.
+struct GemmAhead {
+  const char* data = nullptr;
+  int64_t rows = 0, bytes = 0, stride = 0;
+};
+
 /// Functions that pack lines of fp32, bf16 or fp16 elements into panels.
 ///
 /// Each packs `lines` lines of `depth` elements into panels of `width` lines. Element d of line l is at
@@ -51,9 +58,11 @@ struct GemmProduct {
   // c is not read if beta is 0. If `narrow` is not null, the result is written there instead of to c. If
   // in_groups is true, `stride` may be 0: then c consists of contiguous tiles of width_a x width_b elements,
   // row of tiles by row of tiles, with room for whole tiles. The outer loop runs over the panels of b if
-  // b_outside is true, else over the panels of a. The operand of the inner loop should fit the L2 cache.
+  // b_outside is true, else over the panels of a. The operand of the inner loop should fit the L2 cache. AMX
+  // leaves `ahead` out.
   void (*multiply)(const float* a, const float* b, int64_t m, int64_t n, int64_t depth, float* c,
-                   int64_t stride, float alpha, float beta, const GemmNarrow* narrow, bool b_outside);
+                   int64_t stride, float alpha, float beta, const GemmNarrow* narrow, bool b_outside,
+                   const GemmAhead& ahead);
 
   // Computes c (lines, columns) = beta c + alpha a b for several panels of a and one panel of b; c is
   // contiguous. The panels of a start `a_stride` elements apart. Each has `width` lines, where least_rows <=

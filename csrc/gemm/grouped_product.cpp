@@ -8,6 +8,7 @@
 #include <atomic>
 #include <functional>
 #include <numeric>
+#include <optional>
 #include <vector>
 
 #include <ATen/Functions.h>
@@ -15,7 +16,9 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/util/SmallVector.h>
 
+#include "core/huge_pages.h"
 #include "core/threads.h"
+#include "gemm/add_row_table.h"
 #include "gemm/gemm.h"
 
 namespace shoestring::gemm {
@@ -32,7 +35,8 @@ constexpr double kWritingAsMultiplications = 8;
 // The rows of a group that are multiplied before their results are added, so that these stay in the cache.
 constexpr int64_t kRowsToAdd = 256;
 
-// Calls body(i) for i in [0, count) from several threads, in this order as threads become free.
+// Calls body(i, then) for i in [0, count) from several threads, in this order as threads become free. `then`
+// is the number that the thread probably gets next, if that is below count.
 template <class Body>
 void for_each_task(int64_t count, double multiplications, const Body& body) {
   const int64_t threads = std::min(count, threads_for(multiplications));
@@ -40,7 +44,7 @@ void for_each_task(int64_t count, double multiplications, const Body& body) {
   at::parallel_for(0, threads, 1, [&](int64_t first, int64_t last) {
     const at::AutoDispatchBelowADInplaceOrView below;  // threads do not inherit that of the operator
     for (int64_t thread = first; thread < last; ++thread) {
-      for (int64_t i = next++; i < count; i = next++) body(i);
+      for (int64_t i = next++; i < count; i = next++) body(i, next.load() + threads - 1);
     }
   });
 }
@@ -75,9 +79,12 @@ struct Tasks {
     std::ranges::stable_sort(all, std::greater<>(), &Task::cost);
   }
 
+  // Calls body(task, then), where `then` points to the task that the thread probably gets next, or is null.
   template <class Body>
   void run(const Body& body) const {
-    for_each_task(std::ssize(all), total, [&](int64_t i) { body(all[i]); });
+    for_each_task(std::ssize(all), total, [&](int64_t i, int64_t then) {
+      body(all[i], then < std::ssize(all) ? &all[then] : nullptr);
+    });
   }
 
   double total;
@@ -99,15 +106,6 @@ std::vector<double> costs_of(const std::vector<int64_t>& sizes, int64_t m, int64
 
 void zero_rows(const Tensor& out, int64_t first, int64_t last) {
   if (first < last) out.narrow(0, first, last - first).zero_();
-}
-
-// Adds scale * (from + offset) to `to`. offset may be null.
-void add_row(float* to, const float* from, const float* offset, float scale, int64_t count) {
-  if (offset == nullptr) {
-    for (int64_t i = 0; i < count; ++i) to[i] += scale * from[i];
-  } else {
-    for (int64_t i = 0; i < count; ++i) to[i] += scale * (from[i] + offset[i]);
-  }
 }
 
 // ---- fp64, for gradient checks: a loop over the groups
@@ -136,6 +134,14 @@ Tensor added_in_double(Tensor product, const SlotTerm& more, int64_t group, int6
   return product;
 }
 
+// Returns the next group with slots, or -1.
+int64_t next_group(c10::ArrayRef<int64_t> offsets, int64_t group) {
+  const auto last = std::ssize(offsets) - 1;
+  while (++group < last && offsets[group] == offsets[group + 1]) {
+  }
+  return group < last ? group : -1;
+}
+
 // Calls body(group, first, last) for the slots of each group.
 template <class Body>
 void for_each_group(c10::ArrayRef<int64_t> offsets, const Body& body) {
@@ -160,18 +166,20 @@ void multiply_slots(at::ScalarType compute, const Tensor& out, const Slots& a, c
     });
   }
   const auto sizes = sizes_of(offsets);
-  Tasks(sizes, columns, costs_of(sizes, depth, columns)).run([&](const Task& task) {
+  Tasks(sizes, columns, costs_of(sizes, depth, columns)).run([&](const Task& task, const Task* then) {
     const int64_t first = offsets[task.group] + task.row, end = task.column + task.columns;
     const Tensor part = out.narrow(0, first, task.rows).narrow(1, task.column, task.columns);
     const Tensor bias = added(task.group, task.column, end);
     if (depth == 0) {
       part.copy_(bias.defined() ? bias.expand_as(part) : at::zeros({}, part.options()));
     } else {
+      std::optional<Factor> next;
+      if (then != nullptr) next = b(then->group, then->column, then->column + then->columns);
       c10::SmallVector<Term, 2> terms{
           {a.operand(first, first + task.rows, false), b(task.group, task.column, end)}};
       if (more.low.defined())
         terms.push_back({more.low.narrow(0, first, task.rows), more.b(task.group, task.column, end)});
-      gemm_sum(compute, part, terms, {}, bias);
+      gemm_sum(compute, part, terms, {}, bias, next.has_value() ? &*next : nullptr);
     }
   });
 }
@@ -191,13 +199,14 @@ void sum_slots(at::ScalarType compute, const Tensor& out, const Tensor& a, c10::
     });
   }
   const bool direct = out.scalar_type() == at::kFloat && out.is_contiguous();
-  const Tensor sums = direct ? out : at::empty(out.sizes(), out.options().dtype(at::kFloat));
+  const Tensor sums = direct ? out : in_huge_pages(at::empty(out.sizes(), out.options().dtype(at::kFloat)));
   const int64_t parts = std::clamp<int64_t>(columns / kLeastColumns, 1, 2 * at::get_num_threads());
   const int64_t step = parts_of(columns, parts);
   const double multiplications =
       static_cast<double>(offsets.back() - offsets.front()) * static_cast<double>(depth * columns);
+  const auto add = cpu::add_row().add;
   const float* factors = scale.defined() ? scale.const_data_ptr<float>() : nullptr;
-  for_each_task(columns == 0 ? 0 : parts_of(columns, step), multiplications, [&](int64_t part) {
+  for_each_task(columns == 0 ? 0 : parts_of(columns, step), multiplications, [&](int64_t part, int64_t) {
     const int64_t column = part * step, some = std::min(step, columns - column);
     sums.narrow(1, column, some).zero_();
     float* to = sums.mutable_data_ptr<float>() + column;
@@ -205,18 +214,23 @@ void sum_slots(at::ScalarType compute, const Tensor& out, const Tensor& a, c10::
                                        : at::empty({kRowsToAdd, some}, sums.options());
     const float* from = products.const_data_ptr<float>();
     for_each_group(offsets, [&](int64_t e, int64_t begin, int64_t end) {
+      if (begin == end) return;
       const float* bias = offset.defined() ? offset[e].const_data_ptr<float>() + column : nullptr;
+      const Factor factor = b(e, column, column + some);
+      const int64_t after = next_group(offsets, e);
+      std::optional<Factor> next;
+      if (after >= 0) next = b(after, column, column + some);
       for (int64_t first = begin; first < end; first += kRowsToAdd) {
         const int64_t count = std::min(kRowsToAdd, end - first);
         if (depth > 0) {
-          c10::SmallVector<Term, 2> terms{{a.narrow(0, first, count), b(e, column, column + some)}};
+          c10::SmallVector<Term, 2> terms{{a.narrow(0, first, count), factor}};
           if (more.low.defined())
             terms.push_back({more.low.narrow(0, first, count), more.b(e, column, column + some)});
-          gemm_sum(compute, products.narrow(0, 0, count), terms);
+          gemm_sum(compute, products.narrow(0, 0, count), terms, {}, {}, next.has_value() ? &*next : nullptr);
         }
         for (int64_t i = 0; i < count; ++i) {
-          add_row(to + rows[first + i] * columns, from + i * some, bias,
-                  factors == nullptr ? 1 : factors[first + i], some);
+          add(to + rows[first + i] * columns, from + i * some, bias,
+              factors == nullptr ? 1 : factors[first + i], some);
         }
       }
     });
@@ -236,7 +250,7 @@ void multiply_by_group(at::ScalarType compute, const Tensor& out, const Slots& a
   std::vector<double> costs = costs_of(sizes, m, n);
   for (double& cost : costs)
     cost += kWritingAsMultiplications * static_cast<double>(m) * static_cast<double>(n);
-  Tasks(std::vector<int64_t>(sizes.size(), m), n, costs).run([&](const Task& task) {
+  Tasks(std::vector<int64_t>(sizes.size(), m), n, costs).run([&](const Task& task, const Task*) {
     const int64_t first = offsets[task.group], last = offsets[task.group + 1];
     const Tensor part = out[task.group].narrow(0, task.row, task.rows).narrow(1, task.column, task.columns);
     if (first == last) {

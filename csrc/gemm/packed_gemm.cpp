@@ -44,7 +44,16 @@ constexpr int64_t kComputedBytes = int64_t{64} << 10;
 // that side into groups
 constexpr int64_t kLeastPanels = 8;
 
+// With more lines on the shared side, the larger operand is used so often that reading it takes little of the
+// time.
+constexpr int64_t kLinesToAskAhead = 256;
+
 constexpr int64_t kFloatBytes = sizeof(float);
+
+bool is_packed_directly(const Tensor& m) {
+  const auto single = [&](int dim) { return m.size(dim) == 1 || m.stride(dim) == 1; };
+  return single(0) || single(1);
+}
 
 // One operand of a matrix product, divided into panels of `width` lines. A line is a row of a or a column of
 // b.
@@ -100,6 +109,17 @@ struct Side {
     }
   }
 
+  // Returns the memory of the panels [first, last), restricted to the depths [begin, begin + depth).
+  kernels::GemmAhead memory(int64_t first, int64_t last, int64_t begin, int64_t depth) const {
+    if (gathered || computed != nullptr || first >= last) return {};
+    const int64_t line = first * width, count = std::min(last * width, lines) - line,
+                  size = matrix.element_size();
+    const auto* data = static_cast<const char*>(matrix.const_data_ptr()) +
+                       (line * line_stride + begin * depth_stride) * size;
+    return depth_stride == 1 ? kernels::GemmAhead{data, count, depth * size, line_stride * size}
+                             : kernels::GemmAhead{data, depth, count * size, depth_stride * size};
+  }
+
   int64_t lines, width, panels;
   const ComputedMatrix* computed;
 
@@ -132,10 +152,7 @@ struct Side {
     }
   }
 
-  static Tensor readable(const Tensor& m) {
-    const auto single = [&](int dim) { return m.size(dim) == 1 || m.stride(dim) == 1; };
-    return single(0) || single(1) ? m : m.contiguous();
-  }
+  static Tensor readable(const Tensor& m) { return is_packed_directly(m) ? m : m.contiguous(); }
 
   const kernels::GemmProduct& product;
   const kernels::GemmPack functions;
@@ -242,9 +259,12 @@ struct Result {
 // The panels of both operands of one term.
 struct Sides {
   Sides(const kernels::GemmProduct& product, const Term& term)
-      : a(product, product.rows, term.a, 0, product.width_a),
-        b(product, {product.pack_float, product.pack_bf16, product.pack_fp16}, term.b, 1, product.width_b),
+      : a(product, product.rows, term.a, 0, product.width_a), b(right(product, term.b)),
         depth(term.a.size(1)) {}
+
+  static Side right(const kernels::GemmProduct& product, const Factor& b) {
+    return {product, {product.pack_float, product.pack_bf16, product.pack_fp16}, b, 1, product.width_b};
+  }
 
   bool shares_a() const { return a.lines <= b.lines; }
   const Side& shared() const { return shares_a() ? a : b; }
@@ -297,7 +317,7 @@ std::vector<Round> rounds_of(const kernels::GemmProduct& product, const std::vec
 }
 
 void multiply(const kernels::GemmProduct& product, const Result& out, const std::vector<Sides>& terms,
-              const std::vector<Round>& rounds, float alpha, float beta) {
+              const std::vector<Round>& rounds, float alpha, float beta, const Factor* following) {
   const bool share_a = terms[0].shares_a();
   const Side &shared = terms[0].shared(), &own = terms[0].own();
   double multiplications = 0;
@@ -343,6 +363,14 @@ void multiply(const kernels::GemmProduct& product, const Result& out, const std:
   const int64_t sum_stride = tiles ? 0 : (share_a ? block * own.width : group * shared.width);
   const int64_t sum_size = out.wide == nullptr && sums ? block * own.width * group * shared.width : 0;
   const int64_t size = own_size + sum_size + computed;
+  // What a block of the following product packs first, if that product is like this one.
+  kernels::GemmAhead after;
+  if (following != nullptr && share_a && following->matrix.defined() &&
+      is_packed_directly(following->matrix)) {
+    const Side side = Sides::right(product, *following);
+    after = side.memory(0, std::min(block, side.panels), 0,
+                        std::min(rounds[0].pieces[0].depth, following->size(0)));
+  }
   const Scratch for_all(shared_size), for_one(threads * size);
   float* all = for_all.data();
   const auto scratch = [&] { return for_one.data() + at::get_thread_num() * size; };
@@ -355,8 +383,9 @@ void multiply(const kernels::GemmProduct& product, const Result& out, const std:
                   all + piece.shared_at + first * side.packed(piece.depth), scratch() + own_size + sum_size);
       }
     });
-    // Computes the lines of the own panels [first, last) and of the shared panels [from, to).
-    const auto compute = [&](int64_t first, int64_t last, int64_t from, int64_t to, bool pack,
+    // Computes the lines of the own panels [first, last) and of the shared panels [from, to). The thread's
+    // next block begins with the own panel `then`.
+    const auto compute = [&](int64_t first, int64_t last, int64_t from, int64_t to, bool pack, int64_t then,
                              float* memory) {
       const int64_t own_line = first * own.width,
                     own_lines = std::min(last * own.width, own.lines) - own_line;
@@ -377,9 +406,18 @@ void multiply(const kernels::GemmProduct& product, const Result& out, const std:
         if (pack) side.pack(first, last, piece.begin, piece.depth, packed, memory + own_size + sum_size);
         const float* shared_panels = all + piece.shared_at + from * piece.sides->shared().packed(piece.depth);
         const bool begins = &piece == &rounds[0].pieces[0], ends = !wide && &piece == last_piece;
+        const bool more = &piece != &round.pieces.back();
+        const Piece& next = more ? *(&piece + 1) : round.pieces.front();
+        kernels::GemmAhead ahead;
+        if (shared.lines <= kLinesToAskAhead) {
+          const int64_t from_panel = more ? first : then, to_panel = std::min(from_panel + block, own.panels);
+          ahead = from_panel < to_panel
+                      ? next.sides->own().memory(from_panel, to_panel, next.begin, next.depth)
+                      : after;
+        }
         product.multiply(share_a ? shared_panels : packed, share_a ? packed : shared_panels, rows, columns,
                          piece.depth, c, stride, alpha, begins ? beta : 1, ends ? &rounded : nullptr,
-                         !share_a);
+                         !share_a, ahead);
       }
     };
     const int64_t tasks = blocks * parts;
@@ -388,8 +426,10 @@ void multiply(const kernels::GemmProduct& product, const Result& out, const std:
         const int64_t first = task / parts * block, last = std::min(first + block, own.panels);
         const int64_t start = std::min(task % parts * part, shared.panels),
                       stop = std::min(start + part, shared.panels);
+        const int64_t then = task + 1 < last_task ? (task + 1) / parts * block : own.panels;
         for (int64_t from = start; from < stop; from += group) {
-          compute(first, last, from, std::min(from + group, stop), from == start || group == part, scratch());
+          compute(first, last, from, std::min(from + group, stop), from == start || group == part, then,
+                  scratch());
         }
       }
     });
@@ -407,7 +447,8 @@ int64_t gemm_workspace(at::ScalarType type) {
 }
 
 void multiply_packed(const kernels::GemmProduct& product, const Tensor& out, c10::ArrayRef<Term> terms,
-                     double beta, double alpha, const Tensor& gain, const Tensor& offset) {
+                     double beta, double alpha, const Tensor& gain, const Tensor& offset,
+                     const Factor* then) {
   std::vector<Sides> sides;
   sides.reserve(terms.size());
   for (const Term& term : terms) sides.emplace_back(product, term);
@@ -419,7 +460,7 @@ void multiply_packed(const kernels::GemmProduct& product, const Tensor& out, c10
              : beta == 0 ? at::empty(out.sizes(), out.options().dtype(at::kFloat))
                          : out.to(at::kFloat).contiguous();
   multiply(product, Result(c, gain, offset), sides, rounds, static_cast<float>(alpha),
-           static_cast<float>(beta));
+           static_cast<float>(beta), then);
   if (!direct || !narrow) {
     if (gain.defined()) c.mul_(gain);
     if (offset.defined()) c.add_(offset);

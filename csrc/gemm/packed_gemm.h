@@ -89,12 +89,15 @@ bool sums_products(at::ScalarType compute);
 /// depth above zero. The result does not depend on the number of threads.
 ///
 /// out: fp32, bf16 or fp16 with any strides. gain, offset: (n), contiguous fp32 tensors, or undefined.
+/// then: the right operand of the product that this thread probably computes next, or null. Its memory is
+/// brought into the cache.
 void gemm_sum(at::ScalarType compute, const at::Tensor& out, c10::ArrayRef<Term> terms,
-              const at::Tensor& gain = {}, const at::Tensor& offset = {});
+              const at::Tensor& gain = {}, const at::Tensor& offset = {}, const Factor* then = nullptr);
 
 /// Computes out = gain * (beta * out + alpha * sum of a b over all terms) + offset like gemm_sum(), with the
 /// functions of `product`.
 void multiply_packed(const kernels::GemmProduct& product, const at::Tensor& out, c10::ArrayRef<Term> terms,
-                     double beta, double alpha, const at::Tensor& gain = {}, const at::Tensor& offset = {});
+                     double beta, double alpha, const at::Tensor& gain = {}, const at::Tensor& offset = {},
+                     const Factor* then = nullptr);
 
 }  // namespace shoestring::gemm

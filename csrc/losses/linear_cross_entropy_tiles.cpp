@@ -108,7 +108,8 @@ class LinearCrossEntropyByTiles {
   void pack_weight(Classes segment, bool classes_are_lines, float* out) const;
   void multiply(const float* a, const float* b, int64_t m, int64_t n, int64_t depth, float* c, int64_t stride,
                 bool add, const kernels::GemmNarrow* narrow = nullptr) const {
-    product_.multiply(a, b, m, n, depth, c, stride, 1, add ? 1 : 0, narrow, /*b_outside=*/true);
+    product_.multiply(a, b, m, n, depth, c, stride, 1, add ? 1 : 0, narrow, /*b_outside=*/true,
+                      /*ahead=*/{});
   }
   static int64_t whole(int64_t lines) { return parts_of(lines, kLines) * kLines; }
   Tensor floats(at::IntArrayRef shape) const {

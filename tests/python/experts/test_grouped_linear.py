@@ -147,6 +147,16 @@ def test_empty_dimensions(poisoned: None, refers: bool) -> None:
             torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_few_rows_have_the_bits_of_many(capability: str, dtype: torch.dtype) -> None:
+    """The result and the gradient of a row do not depend on the number of rows of its expert."""
+    x, weight, grad = (torch.randn(s).to(dtype) for s in ((31, 410), (1, 70, 410), (31, 70)))
+    y, grad_x, _ = results(x, weight, torch.tensor([0, 31]), upstream=grad)
+    for rows in range(1, 31):
+        found = results(x[:rows], weight, torch.tensor([0, rows]), upstream=grad[:rows])
+        assert torch.equal(found[0], y[:rows]) and torch.equal(found[1], grad_x[:rows])
+
+
 def test_not_finite_stays_with_its_slots(capability: str) -> None:
     """A NaN reaches the slots and the expert that read it, and nothing else, in the result and the gradients."""
     tokens, rows = 6, torch.tensor([5, 0, 1, 2, 3, 2, 1, 4, 0])

@@ -350,6 +350,10 @@ SHAPES: dict[str, Any] = {
             {"activation": "relu"},
             "activation: expected 'silu', 'gelu', 'gelu_tanh' or 'swigluoai', received 'relu'",
         ),
+        (
+            {"gate_up": (2049, 12, 4), "down": (2049, 4, 6)},
+            "gate_up: expected 1 to 2048 experts, received 2049",
+        ),
         ({"limit": -1.0}, "limit: expected none or a number above 0, received -1"),
         ({"dtype": torch.int32}, "dtype: expected fp32, fp64, bf16 or fp16, received Int"),
         ({"transposed": True}, r"gate_up: expected shape \[5, 4, 4\], received \[5, 12, 4\]"),
@@ -387,7 +391,8 @@ def test_an_index_outside_is_refused(backend: str) -> None:
     for wrong in (5, -2):
         given["index"][1, 1] = wrong
         with pytest.raises(
-            RuntimeError, match=f"expected values from 0 to 4, or -1 for no expert, received {wrong}"
+            RuntimeError,
+            match=f"^moe_experts: index: expected values from 0 to 4, or -1 for no expert, received {wrong}",
         ):
             shoestring.moe_experts(**given)
 

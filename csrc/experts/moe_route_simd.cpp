@@ -109,6 +109,41 @@ void choose_groups(const Route& route, const float* key, bool* kept) {
   for (int64_t i = 0; i < count; ++i) kept[best[i].at] = true;
 }
 
+// So few experts are found one by one in passes over all keys. Unlike insertion into a list, a pass has no
+// branches that depend on the keys.
+constexpr int64_t kFewChosen = 16;
+constexpr int32_t kLowestRank = INT32_MIN;  // below the ranks of all keys
+
+// Returns integers in the order of the keys. NaN has the largest, and -0 has that of 0.
+SHOESTRING_INLINE I32 ranks_of(F32 key) {
+  const I32 bits = (I32)as_bits(key + 0.f);
+  return key == key ? bits ^ (I32)((U32)(bits >> 31) >> 1) : I32{} + INT32_MAX;
+}
+
+// Finds the k largest of n keys. The array has room for whole registers.
+void choose_few(const float* key, int64_t n, int64_t k, int64_t* index) {
+  int32_t rank[kRoom];
+  for (int64_t i = 0; i < n; i += kLanes) {
+    const I32 ranks = ranks_of(load(key + i));
+    __builtin_memcpy(rank + i, &ranks, sizeof ranks);
+  }
+  for (int64_t i = n; i < whole(n); ++i) rank[i] = kLowestRank;
+  for (int64_t j = 0; j < k; ++j) {
+    I32 most = load_as<I32>(rank);
+    for (int64_t i = kLanes; i < n; i += kLanes) {
+      const I32 next = load_as<I32>(rank + i);
+      most = next > most ? next : most;
+    }
+    int32_t largest = most[0];
+    for (int lane = 1; lane < kLanes; ++lane) largest = most[lane] > largest ? most[lane] : largest;
+    int64_t at = 0;
+    while (!any(load_as<I32>(rank + at) == largest)) at += kLanes;
+    while (rank[at] != largest) ++at;
+    index[j] = at;
+    rank[at] = kLowestRank;
+  }
+}
+
 __attribute__((noinline)) void choose(const Route& route, const float* bias, const Scores& of,
                                       int64_t* index) {
   const bool limited = route.top_groups < route.groups;
@@ -119,8 +154,10 @@ __attribute__((noinline)) void choose(const Route& route, const float* bias, con
                          : route.score == RouteScore::kSigmoid ? of.sigmoid
                                                                : of.logit;
     for (int64_t e = 0; e < route.experts; ++e) sums[e] = bias == nullptr ? score[e] : score[e] + bias[e];
+    for (int64_t e = route.experts; e < whole(route.experts); ++e) sums[e] = kLow;
     key = sums;
   }
+  if (!limited && route.top_k <= kFewChosen) return choose_few(key, route.experts, route.top_k, index);
   Chosen best[kMostExperts];
   bool kept[kMostExperts];
   int64_t count = 0;

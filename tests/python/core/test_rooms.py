@@ -25,11 +25,10 @@ LIBRARY: dict[str, tuple[str, ...]] = {
     "attention": ("core", "gemm", "layers"),
     "losses": ("core", "gemm", "quantization"),
     "blocks": ("adapters", "attention", "core", "gemm", "layers"),
-    "experts": ("adapters", "blocks", "core", "gemm", "layers", "quantization"),
     "offload": ("core", "quantization"),
     "optim": ("core", "files", "gemm", "offload", "quantization"),
     "checkpoint": ("core", "losses", "offload", "quantization"),
-    "experts": ("blocks", "checkpoint", "core", "gemm", "layers"),
+    "experts": ("adapters", "blocks", "checkpoint", "core", "gemm", "layers", "quantization"),
     "integrations": (
         "adapters",
         "attention",

@@ -204,7 +204,7 @@ def test_bits_do_not_depend_on_the_number_of_threads(
     backend: str, kind: str, format_: str, dtype: torch.dtype
 ) -> None:
     size = (20, 32, 64) if backend == "simt" else (200, 192, 320)
-    given = drawn(*size, 6, 2, format_) | {"down_bias": None}
+    given = drawn(*size, 6, 2, format_)
     if kind == "one has all":
         given["index"][:] = torch.tensor([4, -1])
     assert_same_bits(

@@ -3,6 +3,7 @@
 // The products of grouped_linear on CUDA, for it and for moe_experts. The offsets and rows stay on the GPU.
 
 #include <optional>
+#include <utility>
 
 #include <ATen/core/Tensor.h>
 
@@ -36,9 +37,9 @@ inline kernels::GroupedMatrix grouped_matrix(const Tensor& t) {
 
 /// The slots of a call. The tensors must live until the launches.
 struct CudaSlots {
-  CudaSlots(const Tensor& offsets, const std::optional<Tensor>& rows, int64_t tokens)
+  CudaSlots(const Tensor& offsets, const std::optional<Tensor>& rows, int64_t tokens, Tensor order = {})
       : offsets(offsets.contiguous()), rows(rows.has_value() ? rows->contiguous() : Tensor()),
-        tokens(tokens) {}
+        order(std::move(order)), tokens(tokens) {}
 
   /// Slots that refer to rows of x, and slots that are rows.
   kernels::GroupedSlots referring() const {
@@ -47,11 +48,16 @@ struct CudaSlots {
     return slots;
   }
   kernels::GroupedSlots plain() const {
-    return {offsets.const_data_ptr<int64_t>(), nullptr, offsets.size(0) - 1, count(), tokens};
+    return {offsets.const_data_ptr<int64_t>(),
+            nullptr,
+            offsets.size(0) - 1,
+            count(),
+            tokens,
+            order.defined() ? order.const_data_ptr<int64_t>() : nullptr};
   }
   int64_t count() const { return rows.defined() ? rows.size(0) : tokens; }
 
-  Tensor offsets, rows;
+  Tensor offsets, rows, order;  // order: see GroupedSlots
   int64_t tokens;
 };
 

@@ -7,11 +7,13 @@ namespace shoestring::kernels {
 /// The slots of groups: slot s belongs to group e if offsets[e] <= s < offsets[e + 1], and refers to row
 /// rows[s] of a matrix with `count` rows, or to row s if `rows` is null. The pointers are on the device.
 /// Offsets ascend; if they do not, results are undefined. Offsets count as at most `slots`. A slot outside of
-/// all groups and a slot whose row is not in [0, count) have no group.
+/// all groups and a slot whose row is not in [0, count) have no group. Slot s has the element order[s] of
+/// lists of scales and of products, or element s if `order` is null.
 struct GroupedSlots {
   const int64_t* offsets;  // (groups + 1)
   const int64_t* rows;     // (slots), or null
   int64_t groups, slots, count;
+  const int64_t* order = nullptr;  // (slots), or null
 };
 
 /// A matrix, or a stack of matrices, with contiguous rows. `row` and `group` are the distances of rows and of
@@ -60,13 +62,14 @@ struct GroupedSums {
 struct GroupedLinearCuda {
   using Run = const char* (*)(const GroupedProduct&, void* stream);
   // Adds the rows of slots of each group: out (groups, columns) in fp32, or fp64, is the sum of a[s], or of
-  // a[rows[s]] if `refer`, each times scale[s] in the dtype of out if `scale` is not null.
+  // a[rows[s]] if `refer`, each times its element of `scale` in the dtype of out if that is not null.
   using Sum = const char* (*)(const GroupedSlots&, const GroupedMatrix& a, int64_t columns, bool refer,
                               const void* scale, void* out, void* stream);
   // Adds rows of `a` in fp32, or fp64, whose pitch is a multiple of four, to the `count` rows of out.
   using Collect = const char* (*)(const GroupedMatrix& a, const GroupedSums& sums, int64_t count,
                                   int64_t columns, void* out, int64_t out_row, void* stream);
-  // Adds to out[s] the product of a[rows[s]] and b_e (groups, columns). b and out are in fp32, or fp64.
+  // Adds to the slot's element of `out` the product of a[rows[s]] and b_e (groups, columns). b and out are in
+  // fp32, or fp64.
   using Dot = const char* (*)(const GroupedSlots&, const GroupedMatrix& a, const void* b, int64_t columns,
                               void* out, void* stream);
   struct Kernels {

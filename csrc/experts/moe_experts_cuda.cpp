@@ -11,6 +11,7 @@
 #include "experts/grouped_linear_cuda.h"
 #include "experts/moe_experts.h"
 #include "experts/moe_gate_double.h"
+#include "experts/moe_sort_table.h"
 
 namespace shoestring::experts {
 namespace {
@@ -39,16 +40,35 @@ Tensor gate_rows(const Gate& gate, const Tensor& h) {
   return a;
 }
 
-// Writes the weighted product over `grad`, and the gradient of h. Returns the gradient of each slot's weight.
-Tensor gate_rows_backward(const Gate& gate, const Tensor& h, const Tensor& scale, const Tensor& grad,
-                          const Tensor& grad_h) {
-  if (h.scalar_type() == at::kDouble) return gate_backward_in_double(gate, h, scale, grad, grad_h);
-  Tensor along = at::empty({h.size(0)}, scale.options());
+// Writes the weighted product over `grad`, and the gradient of h. Returns the gradients of the weights. Row s
+// has the weight scale[order[s]].
+Tensor gate_rows_backward(const Gate& gate, const Tensor& h, const Tensor& order, const Tensor& scale,
+                          const Tensor& grad, const Tensor& grad_h) {
+  Tensor along = at::empty_like(scale);
+  if (h.scalar_type() == at::kDouble) {
+    const Tensor sorted = scale.index_select(0, order);
+    return along.index_copy_(0, order, gate_backward_in_double(gate, h, sorted, grad, grad_h));
+  }
   check_launch(kMoeExpertsOp,
-               cuda_gate_rows(h).backward(gate, h.const_data_ptr(), scale.const_data_ptr<float>(), h.size(0),
-                                          grad.size(1), grad.mutable_data_ptr(), grad_h.mutable_data_ptr(),
+               cuda_gate_rows(h).backward(gate, h.const_data_ptr(), order.const_data_ptr<int64_t>(),
+                                          scale.const_data_ptr<float>(), h.size(0), grad.size(1),
+                                          grad.mutable_data_ptr(), grad_h.mutable_data_ptr(),
                                           along.mutable_data_ptr<float>(), stream_of(h)));
   return along;
+}
+
+// Returns the weights of the slots before they are sorted.
+Tensor scales_of(const Tensor& weight, at::ScalarType sums) {
+  return weight.reshape({-1}).to(sums).contiguous();
+}
+
+// Returns the place of each slot in the order of moe_sort.
+Tensor inverse_of(const Tensor& order) {
+  Tensor inverse = at::empty_like(order);
+  check_launch(kMoeExpertsOp, cuda::table<kernels::MoeSortCuda>("moe_sort")
+                                  .invert(order.const_data_ptr<int64_t>(), order.size(0),
+                                          inverse.mutable_data_ptr<int64_t>(), stream_of(order)));
+  return inverse;
 }
 
 // The sums over the slots of each token, in the order of its experts.
@@ -184,8 +204,7 @@ ExpertResults experts_cuda(const ExpertArguments& arguments) {
   const auto type = arguments.type(), operands = grouped_operand_type(type),
              sums = grouped_sum_type(operands);
   const Tensor x = grouped_operand(as_matrix(arguments.x).to(type), operands);
-  const ExpertTokens tokens(order, arguments.weight, sums);
-  const CudaSlots slots(offsets, tokens.rows, x.size(0));
+  const CudaSlots slots(offsets, at::floor_divide(order, arguments.weight.size(-1)), x.size(0));
   const Stack gate_up(arguments, /*is_down=*/false, operands), down(arguments, /*is_down=*/true, operands);
   const auto bias = [&](const OptionalTensor& b) {
     return b.has_value() ? b->to(sums).contiguous() : Tensor();
@@ -197,7 +216,7 @@ ExpertResults experts_cuda(const ExpertArguments& arguments) {
                                gate_up_update.forward(slots.referring(), x), {gate_up_update.b})
                        .to(type);
   const Tensor a = grouped_operand(gate_rows(arguments.options.gate(), h), operands);
-  const Tensor scale = arguments.weight.reshape({-1}).to(sums).contiguous();
+  const Tensor scale = scales_of(arguments.weight, sums);
   GroupedSums of_tokens = sums_of_tokens(slots, inverse, arguments.weight.size(-1));
   of_tokens.factors = scale.const_data_ptr();
   const Tensor out = sums_of(slots, a, down, /*backward=*/false, bias(arguments.down_bias),
@@ -213,10 +232,9 @@ ExpertGradients experts_backward_cuda(const ExpertBackward& arguments) {
   const Tensor x = grouped_operand(as_matrix(arguments.x), operands),
                grad = grouped_operand(as_matrix(arguments.grad).to(type), operands);
   const Tensor h = arguments.hidden.contiguous(), order = arguments.order.contiguous();
-  const Tensor inverse =
-      at::empty_like(order).index_copy_(0, order, at::arange(order.size(0), order.options()));
-  const ExpertTokens tokens(order, arguments.weight, sums);
-  const CudaSlots slots(arguments.offsets, tokens.rows, x.size(0));
+  const Tensor scale = scales_of(arguments.weight, sums);
+  const CudaSlots slots(arguments.offsets, at::floor_divide(order, arguments.weight.size(-1)), x.size(0),
+                        order);
   const Stack gate_up(arguments, /*is_down=*/false, operands), down(arguments, /*is_down=*/true, operands);
   const auto& updates = arguments.updates;
   const Update gate_up_update(updates.gate_up_a, updates.gate_up_b, updates.scaling, operands),
@@ -228,7 +246,7 @@ ExpertGradients experts_backward_cuda(const ExpertBackward& arguments) {
   const Tensor a =
       products_of(slots, grad, down, /*backward=*/true, {}, grad_low_down, {down_update.a, true}).to(type);
   const Tensor grad_h = at::empty_like(h);
-  const Tensor along = gate_rows_backward(arguments.options.gate(), h, tokens.scale, a, grad_h);
+  const Tensor along = gate_rows_backward(arguments.options.gate(), h, order, scale, a, grad_h);
   const Tensor weighted = grouped_operand(a, operands), upstream = grouped_operand(grad_h, operands);
   if (wants[kGradWeight]) {
     if (arguments.down_bias.has_value()) {
@@ -237,8 +255,7 @@ ExpertGradients experts_backward_cuda(const ExpertBackward& arguments) {
                                                                 bias.const_data_ptr(), grad.size(1),
                                                                 along.mutable_data_ptr(), stream_of(grad)));
     }
-    gradients.all[kGradWeight] =
-        along.index_select(0, inverse).view(arguments.weight.sizes()).to(arguments.weight.scalar_type());
+    gradients.all[kGradWeight] = along.view(arguments.weight.sizes()).to(arguments.weight.scalar_type());
   }
   // The slots refer to the tokens of `in` or of `out`.
   const auto of_stack = [&](const Tensor& weight, const Tensor& in, const Tensor& out, bool refer_in) {
@@ -247,7 +264,7 @@ ExpertGradients experts_backward_cuda(const ExpertBackward& arguments) {
   };
   if (wants[kGradDown]) gradients.all[kGradDown] = of_stack(arguments.down, weighted, grad, false);
   if (wants[kGradDownBias])
-    gradients.all[kGradDownBias] = add_rows(slots.referring(), grad, /*refer=*/true, tokens.scale);
+    gradients.all[kGradDownBias] = add_rows(slots.referring(), grad, /*refer=*/true, scale);
   if (wants[kGradGateUp]) gradients.all[kGradGateUp] = of_stack(arguments.gate_up, x, upstream, true);
   if (wants[kGradGateUpBias]) gradients.all[kGradGateUpBias] = add_rows(slots.plain(), upstream);
   if (wants[kGradDownA])
@@ -266,7 +283,7 @@ ExpertGradients experts_backward_cuda(const ExpertBackward& arguments) {
   if (wants[kGradX]) {
     gradients.all[kGradX] =
         sums_of(slots, upstream, gate_up, /*backward=*/true, {}, grad_low, {gate_up_update.a, true},
-                sums_of_tokens(slots, inverse, arguments.weight.size(-1)), type)
+                sums_of_tokens(slots, inverse_of(order), arguments.weight.size(-1)), type)
             .view(arguments.x.sizes());
   }
   return gradients;

@@ -32,14 +32,15 @@ struct GateTable {
   GateRows of_float, of_bf16, of_fp16;
 };
 
-/// CUDA kernels of `slots` rows, as GateRows. All pointers are on the device. `weight` has an element for
-/// each row, and `along` gets the gradient of each. Each function returns an error message or null.
+/// CUDA kernels of `slots` rows, as GateRows. All pointers are on the device. The weight of row s is
+/// weight[order[s]], and along[order[s]] gets its gradient. Each function returns an error message or null.
 struct GateCuda {
   struct Kernels {
     const char* (*forward)(const Gate& gate, const void* h, int64_t slots, int64_t features, void* a,
                            void* stream);
-    const char* (*backward)(const Gate& gate, const void* h, const float* weight, int64_t slots,
-                            int64_t features, void* grad, void* grad_h, float* along, void* stream);
+    const char* (*backward)(const Gate& gate, const void* h, const int64_t* order, const float* weight,
+                            int64_t slots, int64_t features, void* grad, void* grad_h, float* along,
+                            void* stream);
   };
   Kernels of_float, of_bf16, of_fp16;
 };

@@ -15,6 +15,7 @@ struct MoeSortCuda {
   const char* (*scan)(int64_t* counts, int64_t experts, int64_t parts, int64_t* offsets, void* stream);
   const char* (*place)(const int64_t* index, int64_t slots, int64_t experts, int64_t each, int64_t parts,
                        int64_t* places, int64_t* order, int64_t* inverse, void* stream);
+  const char* (*invert)(const int64_t* order, int64_t slots, int64_t* inverse, void* stream);
 };
 
 }  // namespace shoestring::kernels

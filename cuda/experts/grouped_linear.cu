@@ -50,6 +50,10 @@ __device__ inline int first_slot(const GroupedSlots& s, int i) {
   return static_cast<int>(max(int64_t{0}, min(s.offsets[i - 1], s.slots)));
 }
 
+__device__ inline int64_t element_of(const GroupedSlots& s, int64_t slot) {
+  return s.order == nullptr ? slot : s.order[slot];
+}
+
 // The slots [first, end) of a tile, and i of their expert, as in first_slot.
 struct SlotTile {
   int i, first, end;
@@ -193,7 +197,7 @@ __global__ void __launch_bounds__(kGroupThreads) sum_slots(GroupedSlots s, Group
       const int row = rows(slot);
       if (row < 0) continue;
       const Total<T> value = widened(from[(refer ? row : slot) * a.row]);
-      sum += scale == nullptr ? value : scale[slot] * value;
+      sum += scale == nullptr ? value : scale[element_of(s, slot)] * value;
     }
   }
   sums[threadIdx.x] = sum;
@@ -257,7 +261,7 @@ __global__ void __launch_bounds__(kGroupThreads)
   Total<T> sum = 0;
   for (int64_t i = lane(); i < columns; i += kWarp) sum += widened(from[i]) * of_group[i];
   sum = warp_reduce(sum, [](Total<T> x, Total<T> y) { return x + y; });
-  if (lane() == 0) out[slot] += sum;
+  if (lane() == 0) out[element_of(s, slot)] += sum;
 }
 
 bool fits(const GroupedMatrix& m, int64_t element, int64_t bytes) {

@@ -89,15 +89,16 @@ __global__ void __launch_bounds__(kGateThreads)
 
 // Budget: 80 registers, 0 bytes shared, no spills.
 template <class A, class T, int N>
-__global__ void __launch_bounds__(kGateThreads)
-    gate_backward(Gate gate, const T* h, const float* weight, int64_t slots, int64_t features, T* grad,
-                  T* grad_h, float* along) {
+__global__ void __launch_bounds__(kGateThreads, 6)
+    gate_backward(Gate gate, const T* h, const int64_t* order, const float* weight, int64_t slots,
+                  int64_t features, T* grad, T* grad_h, float* along) {
   const int64_t row = gate_row();
   if (row >= slots) return;
   h += 2 * row * features;
   grad += row * features;
   grad_h += 2 * row * features;
-  const float factor = weight[row];
+  const int slot = static_cast<int>(order[row]);  // the products of slots count them in int
+  const float factor = weight[slot];
   float sum = 0;
   for (int64_t i = lane() * N; i < features; i += kWarp * N) {
     const auto x = load_halves<N>(gate, h, features, i);
@@ -117,7 +118,7 @@ __global__ void __launch_bounds__(kGateThreads)
     store_halves(gate, slope, features, i, grad_h);
   }
   sum = warp_reduce(sum, [](float x, float y) { return x + y; });
-  if (lane() == 0) along[row] = sum;
+  if (lane() == 0) along[slot] = sum;
 }
 
 // Calls body(activation) with an object of the activation's type.
@@ -153,14 +154,15 @@ const char* run_forward(const Gate& gate, const void* h, int64_t slots, int64_t 
 }
 
 template <class T>
-const char* run_backward(const Gate& gate, const void* h, const float* weight, int64_t slots,
-                         int64_t features, void* grad, void* grad_h, float* along, void* stream) {
+const char* run_backward(const Gate& gate, const void* h, const int64_t* order, const float* weight,
+                         int64_t slots, int64_t features, void* grad, void* grad_h, float* along,
+                         void* stream) {
   const bool vectors = aligned(h) && aligned(grad) && aligned(grad_h) && features % kGateVector<T> == 0;
   return with_activation(gate.kind, [&](auto kind) {
     using A = decltype(kind);
     const auto kernel = vectors ? gate_backward<A, T, kGateVector<T>> : gate_backward<A, T, 1>;
-    return launch(kernel, gate_blocks(slots), kGateThreads, 0, stream, gate, static_cast<const T*>(h), weight,
-                  slots, features, static_cast<T*>(grad), static_cast<T*>(grad_h), along);
+    return launch(kernel, gate_blocks(slots), kGateThreads, 0, stream, gate, static_cast<const T*>(h), order,
+                  weight, slots, features, static_cast<T*>(grad), static_cast<T*>(grad_h), along);
   });
 }
 

@@ -9,7 +9,7 @@
 namespace shoestring::cuda {
 namespace {
 
-constexpr int kScanThreads = 512;
+constexpr int kScanThreads = 512, kInvertThreads = 256;
 
 // Returns the expert of a slot, or `experts` if it has none.
 __device__ inline int expert_of(int64_t index, int64_t experts) {
@@ -94,6 +94,13 @@ __global__ void __launch_bounds__(kExpertWarps* kWarp)
   }
 }
 
+// Budget: 16 registers, 0 bytes shared, no spills.
+__global__ void __launch_bounds__(kInvertThreads)
+    invert_order(const int64_t* order, int64_t slots, int64_t* inverse) {
+  const int64_t place = int64_t{blockIdx.x} * kInvertThreads + threadIdx.x;
+  if (place < slots) inverse[order[place]] = place;
+}
+
 const char* run_count(const int64_t* index, int64_t slots, int64_t experts, int64_t each, int64_t parts,
                       int64_t* counts, void* stream) {
   const ExpertWarps warps(parts, 4 * (experts + 1));
@@ -113,7 +120,12 @@ const char* run_place(const int64_t* index, int64_t slots, int64_t experts, int6
                 each, parts, static_cast<const int64_t*>(places), order, inverse);
 }
 
-const kernels::MoeSortCuda kTable{run_count, run_scan, run_place};
+const char* run_invert(const int64_t* order, int64_t slots, int64_t* inverse, void* stream) {
+  return launch(invert_order, (slots + kInvertThreads - 1) / kInvertThreads, kInvertThreads, 0, stream, order,
+                slots, inverse);
+}
+
+const kernels::MoeSortCuda kTable{run_count, run_scan, run_place, run_invert};
 const bool kProvided = (provide("moe_sort", &kTable), true);
 
 }  // namespace

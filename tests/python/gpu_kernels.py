@@ -126,6 +126,7 @@ CASES: dict[str, Callable[[], object]] = {
     ),
     "`moe_sort`": case(emulator_cases.moe_sort),
     "`grouped_linear`": case(emulator_cases.grouped_linear),
+    "`moe_experts`": case(emulator_cases.moe_experts),
     "`cross_entropy`": case(emulator_cases.cross_entropy),
     "`linear_cross_entropy`": case(emulator_cases.linear_cross_entropy),
     "`linear_distillation`": case(emulator_cases.linear_distillation),

@@ -14,6 +14,10 @@ MoEImpl::MoEImpl(const MoEOptions& options) : options(options) {
                     "nn::MoE: shared_hidden: expected 0 with activation 'swigluoai', which GatedMLP does not "
                     "have, received ",
                     options.shared_hidden());
+  TORCH_CHECK_VALUE(
+      options.shared_hidden() == 0 || !options.limit().has_value(),
+      "nn::MoE: shared_hidden: expected 0 with a limit, which GatedMLP does not have, received ",
+      options.shared_hidden());
   reset();
 }
 

@@ -275,13 +275,12 @@ TEST_CASE("MoE is cloned, moved, saved and loaded", "[moe]") {
 
 TEST_CASE("MoE and its parts print their options", "[moe]") {
   std::ostringstream text;
-  text << nn::MoE(nn::MoEOptions(6, 5, 4, 2).shared_hidden(3).bias_rate(0.5).limit(7).bias(true));
+  text << nn::MoE(nn::MoEOptions(6, 5, 4, 2).shared_hidden(3).bias_rate(0.5).bias(true));
   CHECK(text.str() ==
         "shoestring::nn::MoE(6, hidden=5, experts=4, top_k=2, shared_hidden=3)(\n"
         "  (router): shoestring::nn::Router(6, experts=4, top_k=2, score=softmax, renormalize=false, "
         "bias_rate=0.5)\n"
-        "  (experts): shoestring::nn::Experts(experts=4, features=6, hidden=5, activation=silu, limit=7, "
-        "bias=true)\n"
+        "  (experts): shoestring::nn::Experts(experts=4, features=6, hidden=5, activation=silu, bias=true)\n"
         "  (shared): shoestring::nn::GatedMLP(6, 3, activation=silu)(\n"
         "    (gate_proj): shoestring::nn::AdaptableLinear(in_features=6, out_features=3, bias=true)\n"
         "    (up_proj): shoestring::nn::AdaptableLinear(in_features=6, out_features=3, bias=true)\n"
@@ -310,6 +309,8 @@ TEST_CASE("MoE and its parts refuse what does not fit", "[moe]") {
                     Contains("nn::MoE: shared_hidden: expected a number of at least 0, received -1"));
   CHECK_THROWS_WITH(nn::MoE(nn::MoEOptions(4, 3, 2, 1).shared_hidden(3).activation("swigluoai")),
                     Contains("nn::MoE: shared_hidden: expected 0 with activation 'swigluoai'"));
+  CHECK_THROWS_WITH(nn::MoE(nn::MoEOptions(4, 3, 2, 1).shared_hidden(3).limit(1)),
+                    Contains("nn::MoE: shared_hidden: expected 0 with a limit"));
   CHECK_THROWS_WITH(nn::MoE(4, 3, 2, 1)->forward(torch::randn({2, 5})), Contains("x: expected (..., 4)"));
 }
 

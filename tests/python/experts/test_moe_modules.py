@@ -225,6 +225,17 @@ def test_recomputation_does_not_count(use_reentrant: bool | None) -> None:
         assert moe.router.counts.sum() == micro_batch * 10 * TOP_K
 
 
+def test_a_checkpoint_may_end_with_experts() -> None:
+    """Backward then asks for the tensors of moe_experts first, and runs the whole layer again for them."""
+    moe = shoestring.nn.MoE(FEATURES, HIDDEN, EXPERTS, TOP_K)
+    x = torch.randn(10, FEATURES, requires_grad=True)
+    inputs = (x, *moe.parameters())
+    expected = torch.autograd.grad(moe(x)[0].square().sum(), inputs)
+    y = shoestring.checkpoint(lambda x: moe(x)[0], x)
+    for found, gradient in zip(torch.autograd.grad(y.square().sum(), inputs), expected, strict=True):
+        assert torch.equal(found, gradient)
+
+
 def _sums_the_counts(rank: int) -> None:
     router = shoestring.nn.Router(2, 3, 1, bias_rate=0.5)
     assert router.bias is not None and router.counts is not None

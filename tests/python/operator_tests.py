@@ -87,9 +87,10 @@ class OperatorTests:
         assert_no_worse(list(ours), *parts, exact(), exact, self.operator.factor, case.slack, computed)
 
     @pytest.mark.sample(simt=5)
-    def test_gradcheck(self, options: Arguments, seed: int) -> None:
+    def test_gradcheck(self, backend: str, options: Arguments, seed: int) -> None:
         case = self.operator.case(3, 5, torch.float64, options)
-        assert torch.autograd.gradcheck(*call_of_leaves(case, seed))
+        # Emulated kernels take too long to vary each element, so all vary at once.
+        assert torch.autograd.gradcheck(*call_of_leaves(case, seed), fast_mode=backend == "simt")
 
     @pytest.mark.sample(simt=5)
     def test_second_derivative(self, options: Arguments, seed: int) -> None:

@@ -28,12 +28,14 @@ def ops() -> str:
     own = importlib.import_module("shoestring.ops")
     package = importlib.import_module("shoestring")
     shared = [name for name in own.__all__ if getattr(package, name, None) is getattr(own, name)]
-    types = [name for name in own.__all__ if isinstance(getattr(own, name), type)]
+    classes = {name for name in own.__all__ if isinstance(getattr(own, name), type)}
+    types = [name for name in own.__all__ if name in classes and name not in shared]
     rest = [name for name in own.__all__ if name not in {*shared, *types}]
+    kinds = {name: "class" if name in classes else "function" for name in shared}
     aliases = "\n\n".join(
-        f"```{{py:function}} {name}\n:no-contents-entry:\n\n"
-        f"The same function as {{py:func}}`shoestring.{name}`.\n```"
-        for name in shared
+        f"```{{py:{kind}}} {name}\n:no-contents-entry:\n\n"
+        f"The same {kind} as {{py:obj}}`shoestring.{name}`.\n```"
+        for name, kind in kinds.items()
     )
     return "\n\n".join(
         (

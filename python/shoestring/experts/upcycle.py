@@ -52,7 +52,7 @@ class UpcycleReport:
         (torch.Size([]), {})
     """
 
-    modules: dict[str, UpcycledMLP] = field(default_factory=dict)
+    modules: dict[str, Any] = field(default_factory=dict)  # UpcycledMLP, which has no page of its own
     left: dict[str, str] = field(default_factory=dict)
 
 

@@ -363,7 +363,7 @@ void multiply(const kernels::GemmProduct& product, const Result& out, const std:
   const int64_t sum_stride = tiles ? 0 : (share_a ? block * own.width : group * shared.width);
   const int64_t sum_size = out.wide == nullptr && sums ? block * own.width * group * shared.width : 0;
   const int64_t size = own_size + sum_size + computed;
-  // What a block of the following product packs first, if that product is like this one.
+  // The memory that a block of the following product packs first, if that product is like this one.
   kernels::GemmAhead after;
   if (following != nullptr && share_a && following->matrix.defined() &&
       is_packed_directly(following->matrix)) {

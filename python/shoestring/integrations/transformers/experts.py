@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from shoestring.adapters.experts import LowRankSum
 from shoestring.core.instances import Found, Left
+from shoestring.experts.experts_module import ACTIVATIONS
 from shoestring.experts.grouped_experts import gated, grouped_experts
 from shoestring.experts.moe_experts import moe_experts
 
@@ -140,7 +141,7 @@ def _find_gate(module: Any) -> Gate | None:
                 theirs = module._apply_gate(pairs[None])[0]
         except Exception:  # a gate with parameters, or on another device
             return None
-        for activation in ("silu", "gelu", "gelu_tanh", "swigluoai"):
+        for activation in ACTIVATIONS:
             for limit in limits:
                 if torch.all((gated(pairs, activation, limit, interleaved) - theirs).abs() <= allowed):
                     return Gate(activation, limit, interleaved)

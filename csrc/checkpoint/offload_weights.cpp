@@ -25,9 +25,10 @@ OffloadWeights::OffloadWeights(const OffloadWeightsOptions& o)
 
 OffloadWeights::~OffloadWeights() = default;
 
-int64_t OffloadWeights::add(const std::vector<at::Tensor>& frozen, const std::vector<at::Tensor>& trained) {
+int64_t OffloadWeights::add(const std::vector<at::Tensor>& frozen, const std::vector<at::Tensor>& trained,
+                            const std::vector<at::Tensor>& stacks) {
   const auto block = static_cast<int64_t>(store_->blocks.size());
-  store_->blocks.push_back(store_->store->add("block " + std::to_string(block), frozen, trained));
+  store_->blocks.push_back(store_->store->add("block " + std::to_string(block), frozen, trained, stacks));
   return block;
 }
 

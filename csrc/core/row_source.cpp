@@ -5,20 +5,35 @@
 namespace shoestring {
 namespace {
 
-void release_source(void* source) { delete static_cast<std::weak_ptr<RowSource>*>(source); }
+struct Source {
+  std::weak_ptr<RowSource> source;
+  at::Tensor owner;
+};
+void release_source(void* source) { delete static_cast<Source*>(source); }
+
+// Returns the source of a storage, which is away or has memory.
+std::shared_ptr<RowSource> source_of(const at::Tensor& weight, bool away) {
+  if (!weight.defined() || !weight.has_storage()) return nullptr;
+  // The checked accessors raise an error for a storage that is away.
+  const at::DataPtr& data = weight.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks();
+  if ((away && data.get() != nullptr) || data.get_deleter() != &release_source) return nullptr;
+  return static_cast<Source*>(data.get_context())->source.lock();
+}
 
 }  // namespace
 
 std::shared_ptr<RowSource> row_source_of(const at::Tensor& weight) {
-  if (!weight.defined() || !weight.has_storage()) return nullptr;
-  // The checked accessors raise an error for a storage that is away.
-  const at::DataPtr& data = weight.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks();
-  if (data.get() != nullptr || data.get_deleter() != &release_source) return nullptr;
-  return static_cast<std::weak_ptr<RowSource>*>(data.get_context())->lock();
+  return source_of(weight, /*away=*/true);
 }
 
-at::DataPtr pointer_to_source(std::weak_ptr<RowSource> source, c10::Device device) {
-  return {nullptr, new std::weak_ptr<RowSource>(std::move(source)), &release_source, device};
+std::unique_ptr<ArrivingMatrices> bring_matrices(const at::Tensor& stack, c10::ArrayRef<int64_t> offsets) {
+  const auto source = source_of(stack, /*away=*/false);
+  return source == nullptr ? nullptr : source->bring(stack, offsets);
+}
+
+at::DataPtr pointer_to_source(std::weak_ptr<RowSource> source, c10::Device device, void* memory,
+                              const at::Tensor& owner) {
+  return {memory, new Source{std::move(source), owner}, &release_source, device};
 }
 
 }  // namespace shoestring

@@ -110,6 +110,8 @@ Tensor grouped_linear_cpu(const Tensor& x, const Tensor& weight, const Tensor& o
   const Tensor rounded = x.to(dtype.value_or(x.scalar_type()));
   const auto compute = gemm::product_type(rounded);
   const gemm::Slots slots = call.slots(gatherable(rounded, compute));
+  const BroughtExperts brought(call.bounds(), {weight});
+  brought.wait();
   const Tensor weights = readable(weight, compute);
   const Tensor out =
       at::empty({call.rows.defined() ? call.rows.size(0) : x.size(0), weight.size(1)}, rounded.options());
@@ -130,6 +132,8 @@ Gradients grouped_linear_backward_cpu(const Tensor& grad_out, const OptionalTens
   const Tensor grad = gatherable(upstream, compute);
   Tensor grad_x, grad_weight;
   if (mask[0]) {
+    const BroughtExperts brought(call.bounds(), {weight});
+    brought.wait();
     const Tensor weights = readable(weight, compute);
     const auto columns = [&](int64_t e, int64_t first, int64_t last) {
       return weights[e].narrow(1, first, last - first);

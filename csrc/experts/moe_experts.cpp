@@ -216,6 +216,18 @@ struct Weights {
   ExpertUpdate gate_up_update, down_update;
 };
 
+// The stacks of the two layers of experts, which may be away.
+template <class Arguments>  // ExpertArguments or ExpertBackward
+BroughtExperts bring_gate_up(const Arguments& from, c10::ArrayRef<int64_t> offsets) {
+  const auto& [scales, updates] = std::tie(from.scales, from.updates);
+  return {offsets, {from.gate_up, scales.gate_up_absmax, updates.gate_up_a, updates.gate_up_b}};
+}
+template <class Arguments>
+BroughtExperts bring_down(const Arguments& from, c10::ArrayRef<int64_t> offsets) {
+  const auto& [scales, updates] = std::tie(from.scales, from.updates);
+  return {offsets, {from.down, scales.down_absmax, updates.down_a, updates.down_b}};
+}
+
 // ---- the gate
 
 const kernels::GateRows& cpu_gate_rows(const Tensor& h) {
@@ -272,19 +284,22 @@ ExpertResults experts_cpu(const ExpertArguments& arguments) {
       sort_slots(kMoeExpertsOp, arguments.index, arguments.sizes().experts.expect_int());
   const Tensor x = as_matrix(arguments.x).to(arguments.type());
   const auto compute = gemm::product_type(x), sums = compute_type(x);
+  const auto bounds = numbers(offsets);
+  const BroughtExperts gate_up = bring_gate_up(arguments, bounds), down = bring_down(arguments, bounds);
   const Weights weights(arguments, compute);
   const ExpertTokens tokens(order, arguments.weight, sums);
   const auto bias = [&](const OptionalTensor& b) {
     return b.has_value() ? b->to(sums).contiguous() : Tensor();
   };
-  const auto bounds = numbers(offsets);
   const gemm::Slots inputs{gatherable(x, compute), numbers(tokens.rows), true};
   const Tensor h = in_huge_pages(at::empty({order.size(0), 2 * weights.hidden}, x.options()));
+  gate_up.wait();
   gemm::multiply_slots(compute, h, inputs, bounds, weights.gate_up.forward(), bias(arguments.gate_up_bias),
                        weights.gate_up_update.forward(weights.gate_up_update.low(inputs, bounds)));
   const Tensor a = in_huge_pages(at::empty({order.size(0), weights.hidden}, x.options()));
   gate_rows(arguments.options.gate(), h, bounds.back(), a);
   const Tensor out = in_huge_pages(at::empty(x.sizes(), x.options()));
+  down.wait();
   gemm::sum_slots(compute, out, a, numbers(tokens.rows), bounds, weights.down.forward(),
                   bias(arguments.down_bias), tokens.scale,
                   weights.down_update.forward(weights.down_update.low({a}, bounds)));
@@ -335,10 +350,11 @@ ExpertGradients experts_backward_cpu(const ExpertBackward& arguments) {
   const Tensor x = as_matrix(arguments.x), h = arguments.hidden;
   const auto compute = gemm::product_type(x), sums = compute_type(x);
   const Tensor grad = gatherable(as_matrix(arguments.grad).to(x.scalar_type()), compute);
+  const auto offsets = numbers(arguments.offsets);
+  const BroughtExperts down = bring_down(arguments, offsets), gate_up = bring_gate_up(arguments, offsets);
   const Weights weights(arguments, compute);
   const ExpertUpdate &gate_up_update = weights.gate_up_update, &down_update = weights.down_update;
   const ExpertTokens tokens(arguments.order, arguments.weight, sums);
-  const auto offsets = numbers(arguments.offsets);
   const gemm::Slots inputs{gatherable(x, compute), numbers(tokens.rows), true},
       upstream{grad, numbers(tokens.rows), true};
   ExpertGradients gradients;
@@ -346,6 +362,7 @@ ExpertGradients experts_backward_cpu(const ExpertBackward& arguments) {
   // The gradient of a without the weight; then the weighted a.
   const Tensor a = in_huge_pages(at::empty({h.size(0), weights.hidden}, h.options())),
                grad_h = in_huge_pages(at::empty_like(h));
+  down.wait();
   const Tensor grad_low_down = down_update.grad_low(upstream, offsets);
   gemm::multiply_slots(compute, a, upstream, offsets, weights.down.backward(), {},
                        down_update.backward(grad_low_down));
@@ -375,6 +392,7 @@ ExpertGradients experts_backward_cpu(const ExpertBackward& arguments) {
   if (wants[kGradDownA]) gradients.all[kGradDownA] = by_expert(*updates.down_a, {grad_low_down}, {a});
   if (wants[kGradDownB])
     gradients.all[kGradDownB] = by_expert(*updates.down_b, upstream, {down_update.low({a}, offsets)});
+  gate_up.wait();
   if (wants[kGradGateUpB])
     gradients.all[kGradGateUpB] =
         by_expert(*updates.gate_up_b, {grad_h}, {gate_up_update.low(inputs, offsets)});

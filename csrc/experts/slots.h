@@ -2,12 +2,18 @@
 
 // The slots of experts on the CPU: which rows of x each expert multiplies.
 
+#include <initializer_list>
+#include <memory>
+#include <optional>
 #include <tuple>
+#include <utility>
+#include <vector>
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/ArrayRef.h>
 
 #include "core/huge_pages.h"
+#include "core/row_source.h"
 #include "core/tensors.h"
 #include "gemm/grouped_product.h"
 
@@ -17,6 +23,25 @@ namespace shoestring::experts {
 inline c10::ArrayRef<int64_t> numbers(const at::Tensor& t) {
   return {t.const_data_ptr<int64_t>(), static_cast<size_t>(t.numel())};
 }
+
+/// Starts to bring the weights of experts that have slots, if they are away. They stay while this object
+/// lives.
+class BroughtExperts {
+ public:
+  BroughtExperts(c10::ArrayRef<int64_t> offsets, std::initializer_list<std::optional<at::Tensor>> stacks) {
+    for (const auto& stack : stacks) {
+      if (!stack.has_value()) continue;
+      if (auto matrices = bring_matrices(*stack, offsets)) arriving_.push_back(std::move(matrices));
+    }
+  }
+  /// Returns when they have arrived.
+  void wait() const {
+    for (const auto& matrices : arriving_) matrices->wait();
+  }
+
+ private:
+  std::vector<std::unique_ptr<ArrivingMatrices>> arriving_{};
+};
 
 /// Returns order, inverse and offsets of moe_sort, for the argument `index` of the operator `op`.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> sort_slots(const char* op, const at::Tensor& index,

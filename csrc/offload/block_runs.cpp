@@ -23,11 +23,14 @@ template struct ThrowsOnRead<&c10::StorageImpl::throw_on_immutable_data_ptr_>;
 
 }  // namespace
 
-void place_storage(c10::StorageImpl& storage, void* memory, const at::Tensor& owner) {
+void place_storage(c10::StorageImpl& storage, at::DataPtr memory) {
   throws_on_read(storage) = false;
-  storage.set_data_ptr_noswap({memory, new at::Tensor(owner),
-                               [](void* tensor) { delete static_cast<at::Tensor*>(tensor); },
-                               owner.device()});
+  storage.set_data_ptr_noswap(std::move(memory));
+}
+
+void place_storage(c10::StorageImpl& storage, void* memory, const at::Tensor& owner) {
+  place_storage(storage, {memory, new at::Tensor(owner),
+                          [](void* tensor) { delete static_cast<at::Tensor*>(tensor); }, owner.device()});
 }
 
 void empty_storage(c10::StorageImpl& storage, const std::string& error, at::DataPtr source) {

@@ -104,6 +104,7 @@ class SHOESTRING_API BlockRuns {
 
 /// Lets a storage point to memory that `owner` keeps.
 SHOESTRING_API void place_storage(c10::StorageImpl& storage, void* memory, const at::Tensor& owner);
+SHOESTRING_API void place_storage(c10::StorageImpl& storage, at::DataPtr memory);
 /// Takes the memory of a storage away. Reads raise an error with this text until place_storage(). `source`:
 /// what the storage points to instead; see core/row_source.h.
 SHOESTRING_API void empty_storage(c10::StorageImpl& storage, const std::string& error, at::DataPtr source);

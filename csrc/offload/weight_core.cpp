@@ -12,6 +12,8 @@
 #include <ATen/ops/from_blob.h>
 #include <c10/core/DeviceGuard.h>
 
+#include <torch/csrc/autograd/graph_task.h>
+
 #include "core/device.h"
 
 namespace shoestring::offload {
@@ -42,7 +44,8 @@ bool has_storage(const WeightBlock& b, const c10::Storage& storage) {
 }
 
 WeightStoreCore::WeightStoreCore(c10::Device on, const std::string& folder, int64_t keep, bool steps)
-    : device(on), keep(keep), steps(steps), host(kOffloadWeights, on), reading(on), in(on), out(on) {
+    : device(on), keep(keep), steps(steps), host(kOffloadWeights, on), reading(on), in(on), out(on),
+      demand(on) {
   if (folder.empty()) return;
   file = std::make_unique<SwapFile>(kOffloadWeights, folder);
   if (!file->is_direct()) {
@@ -59,34 +62,41 @@ WeightBlock& WeightStoreCore::block(int64_t index) {
   return *blocks[static_cast<size_t>(index)];
 }
 
-// Reads or writes the bytes of a block from `first` on, and returns when it is done. What is read must have
-// the checksums of what was written.
-void WeightStoreCore::transfer(bool is_write, WeightBlock& b, int64_t first, const at::Tensor& memory) const {
+// Reads or writes ranges of a block that begins at `memory`, and returns when it is done. What is read must
+// have the checksums of what was written.
+void WeightStoreCore::transfer(bool is_write, WeightBlock& b, const std::vector<Range>& ranges,
+                               char* memory) const {
   std::vector<SwapFile::Ticket> tickets;
   std::exception_ptr error;
-  char* const begin = static_cast<char*>(memory.data_ptr());
-  const int64_t size = memory.numel();
-  for (int64_t i = 0; i < size; i += kPiece) {
-    const int64_t count = std::min(kPiece, size - i), at = b.at + first + i;
-    tickets.push_back(is_write ? file->write(at, begin + i, count) : file->read(at, begin + i, count));
+  for (const Range& range : ranges) {
+    for (int64_t i = range.begin; i < range.end; i += kPiece) {
+      const int64_t count = std::min(kPiece, range.end - i);
+      tickets.push_back(is_write ? file->write(b.at + i, memory + i, count)
+                                 : file->read(b.at + i, memory + i, count));
+    }
+    if (!is_write) continue;
+    b.sums.for_each(range.begin, range.end,
+                    [&](int64_t at, int64_t count, uint32_t& sum) { sum = checksum(memory + at, count); });
   }
-  if (is_write) {
-    b.sums.for_each(first, first + size, [&](int64_t at, int64_t count, uint32_t& sum) {
-      sum = checksum(begin + at - first, count);
-    });
-  }
-  int64_t arrived = first;
-  for (const auto ticket : tickets) {
-    try {
-      file->wait(ticket);
-      if (is_write || error) continue;
-      const int64_t end = std::min(arrived + kPiece, first + size);
-      arrived = check_sums(b, arrived, end, begin - first);
-    } catch (...) {
-      error = std::current_exception();
+  auto ticket = tickets.begin();
+  for (const Range& range : ranges) {
+    int64_t arrived = range.begin;
+    for (int64_t i = range.begin; i < range.end; i += kPiece) {
+      try {
+        file->wait(*ticket++);
+        if (is_write || error) continue;
+        arrived = check_sums(b, arrived, std::min(arrived + kPiece, range.end), memory);
+      } catch (...) {
+        error = std::current_exception();
+      }
     }
   }
   if (error) std::rethrow_exception(error);
+}
+
+// Reads or writes the bytes of a block from `first` on.
+void WeightStoreCore::transfer(bool is_write, WeightBlock& b, int64_t first, const at::Tensor& memory) const {
+  transfer(is_write, b, {{first, first + memory.numel()}}, static_cast<char*>(memory.data_ptr()) - first);
 }
 
 // Checks whole units of [from, end) of a block whose bytes begin at `memory`, and returns where the first
@@ -103,34 +113,57 @@ int64_t WeightStoreCore::check_sums(WeightBlock& b, int64_t from, int64_t end, c
   return from;
 }
 
+// Adds the storage of a tensor to a block, unless the block has it.
+void WeightStoreCore::add_piece(WeightBlock& b, const at::Tensor& t, int64_t alignment) {
+  TORCH_CHECK(t.device() == device && t.has_storage(), kOffloadWeights, ": ", b.name,
+              ": expected weights with storages on ", device, ", received one on ", t.device());
+  const auto size = static_cast<int64_t>(t.storage().nbytes());
+  if (size == 0 || has_storage(b, t.storage())) return;
+  for (const auto& other_block : blocks) {
+    TORCH_CHECK(!has_storage(*other_block, t.storage()), kOffloadWeights, ": ", b.name,
+                ": expected weights of its own, received one "
+                "that ",
+                other_block->name, " has, too");
+  }
+  b.pieces.push_back({t.storage(), b.size, size});
+  b.size = at::round_up(b.size + size, alignment);
+}
+
 void WeightStoreCore::add(const std::string& name, const std::vector<at::Tensor>& frozen,
-                          const std::vector<at::Tensor>& trained) {
+                          const std::vector<at::Tensor>& trained, const std::vector<at::Tensor>& stacks) {
+  if (!device.is_cpu() && !stacks.empty()) {  // they travel with the block
+    std::vector<at::Tensor> all = frozen;
+    all.insert(all.end(), stacks.begin(), stacks.end());
+    return add(name, all, trained, {});
+  }
   auto b = std::make_shared<WeightBlock>();
   b->name = name;
   for (const auto* tensors : {&trained, &frozen}) {
     for (const at::Tensor& t : *tensors) {
-      TORCH_CHECK(t.device() == device && t.has_storage(), kOffloadWeights, ": ", name,
-                  ": expected weights with storages on ", device, ", received one on ", t.device());
       b->watched.push_back(watch_weight(t, tensors == &trained));
-      const auto size = static_cast<int64_t>(t.storage().nbytes());
-      if (size == 0 || has_storage(*b, t.storage())) continue;
-      for (const auto& other_block : blocks) {
-        TORCH_CHECK(!has_storage(*other_block, t.storage()), kOffloadWeights, ": ", name,
-                    ": expected weights of its own, received one "
-                    "that ",
-                    other_block->name, " has, too");
-      }
-      b->pieces.push_back({t.storage(), b->size, size});
-      b->size = at::round_up(b->size + size, kAlignment);
+      add_piece(*b, t, kAlignment);
     }
     b->size = at::round_up(b->size, kPage);
     if (tensors == &trained) b->trained = b->size;
+  }
+  b->stacks = b->size;
+  for (const at::Tensor& t : stacks) {
+    TORCH_CHECK(
+        t.dim() > 1 && t.is_contiguous() && t.has_storage() && t.nbytes() > 0 &&
+            t.nbytes() == t.storage().nbytes() && !has_storage(*b, t.storage()),
+        kOffloadWeights, ": ", name,
+        ": expected contiguous stacks (matrices, ...), each with a storage of its own, received one of ",
+        t.sizes());
+    b->watched.push_back(watch_weight(t, /*is_trained=*/false));
+    add_piece(*b, t, kPage);
+    b->pieces.back().arrived.resize(static_cast<size_t>(t.size(0)));
   }
   if (b->size <= keep) {
     b->stays = true;
     keep -= b->size;
   } else {
-    b->sums = Checksums(b->size, kPiece, b->trained);
+    // A matrix has checksums of its own, with the pages around it.
+    b->sums = Checksums(b->size, stacks.empty() ? kPiece : kPage, b->trained);
     take_away(*b);
   }
   steps |= !trained.empty();
@@ -182,19 +215,26 @@ void WeightStoreCore::write_all(WeightBlock& b) {
 
 // Lets the storages of a block point into `memory`, or nowhere.
 void WeightStoreCore::place(WeightBlock& b, const at::Tensor* memory) {
-  const std::string error =
-      c10::str(kOffloadWeights, ": ", b.name, ": expected weights on ", device, ", received some that are ",
-               file ? "in a file" : "in host memory", ": read or change them within present()");
-  for (const WeightPiece& p : b.pieces) {
-    auto& storage = *p.storage.unsafeGetStorageImpl();
-    if (memory != nullptr) {
-      place_storage(storage, static_cast<char*>(memory->data_ptr()) + p.at, *memory);
-      continue;
-    }
-    empty_storage(storage, error,
-                  b.row != 0 ? pointer_to_source(weak_from_this(), device) : at::DataPtr(nullptr, device));
-  }
+  for (const WeightPiece& p : b.pieces)
+    place(b, p, p.is_stack() && !b.is_whole && p.users == 0 ? nullptr : memory);
   b.is_here = memory != nullptr;
+}
+
+void WeightStoreCore::place(const WeightBlock& b, const WeightPiece& p, const at::Tensor* memory) {
+  auto& storage = *p.storage.unsafeGetStorageImpl();
+  const auto at_source = [&](void* to, const at::Tensor& owner) {
+    return pointer_to_source(weak_from_this(), device, to, owner);
+  };
+  if (memory == nullptr) {
+    const std::string error =
+        c10::str(kOffloadWeights, ": ", b.name, ": expected weights on ", device, ", received some that are ",
+                 file ? "in a file" : "in host memory", ": read or change them within present()");
+    empty_storage(storage, error,
+                  b.row != 0 || p.is_stack() ? at_source(nullptr, {}) : at::DataPtr(nullptr, device));
+    return;
+  }
+  char* const to = static_cast<char*>(memory->data_ptr()) + p.at;
+  p.is_stack() ? place_storage(storage, at_source(to, *memory)) : place_storage(storage, to, *memory);
 }
 
 // Starts to bring a block's weights, after all blocks that nobody uses have begun to leave.
@@ -218,7 +258,8 @@ void WeightStoreCore::begin_in(WeightBlock& b) {
   }
   if (device.is_cpu()) {
     b.memory = host.empty({b.size}, at::kByte, b.size);
-    b.in = reading.run({}, [this, &b, to = b.memory] { transfer(false, b, 0, to); });
+    forget_matrices(b);
+    b.in = reading.run({}, [this, &b, to = b.memory.narrow(0, 0, b.stacks)] { transfer(false, b, 0, to); });
   } else {
     b.memory = at::empty({b.size}, at::TensorOptions().dtype(at::kByte).device(device));
     // The memory may still be in use in the current stream, up to this point.
@@ -230,7 +271,7 @@ void WeightStoreCore::begin_in(WeightBlock& b) {
     }
     b.in = in.run(std::move(after), [from, to = b.memory] { to.copy_(from, /*non_blocking=*/true); });
   }
-  fetched += b.size;
+  fetched += b.stacks;
 }
 
 // Raises if backward would compute gradients of weights that nobody steps while their block is there.
@@ -249,6 +290,7 @@ void WeightStoreCore::fetch(int64_t index) {
   WeightBlock& b = block(index);
   check_frozen(b);
   fetch(b);
+  prefetch_matrices(b, torch::autograd::get_current_graph_task_id() != BlockUses::kNoPass);
 }
 
 void WeightStoreCore::fetch(WeightBlock& b) {
@@ -268,7 +310,9 @@ void WeightStoreCore::prefetch(int64_t index, int64_t direction) {
   while (index >= 0 && index < count() && blocks[static_cast<size_t>(index)]->row != 0) index += direction;
   if (index < 0 || index >= count()) return;
   WeightBlock& b = block(index);
-  if (!b.stays && !b.memory.defined()) begin_in(b);
+  if (b.stays || b.memory.defined()) return;
+  begin_in(b);
+  prefetch_matrices(b, /*is_backward=*/direction < 0);
 }
 
 // Takes a block's memory on the device away, after a copy to it has ended.
@@ -344,7 +388,8 @@ void WeightStoreCore::ended(int64_t index) {
   b.changed = std::max(b.changed, b.trained);
   for (const WatchedWeight& w : b.watched) {
     const auto tensor = w.tensor.lock();
-    if (tensor != nullptr && !w.is_trained && tensor->requires_grad()) b.changed = b.size;
+    if (tensor != nullptr && !w.is_trained && tensor->requires_grad())
+      b.changed = std::max(b.changed, b.is_whole ? b.size : b.stacks);
   }
 }
 
@@ -356,8 +401,9 @@ void WeightStoreCore::unused(WeightBlock& b) {
     if (tensor == nullptr || tensor->is_inference()) continue;
     const uint32_t version = tensor->version_counter().current_version();
     if (std::exchange(w.version, version) != version)
-      b.changed = std::max(b.changed, w.is_trained ? b.trained : b.size);
+      b.changed = std::max(b.changed, w.is_trained ? b.trained : b.is_whole ? b.size : b.stacks);
   }
+  b.is_whole = false;
   place(b, nullptr);
 }
 

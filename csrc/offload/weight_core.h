@@ -1,7 +1,8 @@
 #pragma once
 
 // Moves the weights of blocks between their device and host memory or a file: the blocks (weight_core.cpp),
-// and weights that operators read a few rows at a time (weight_tables.cpp).
+// weights that operators read a few rows at a time (weight_tables.cpp), and stacks of matrices of which they
+// read some (weight_stacks.cpp).
 
 #include <cstdint>
 #include <memory>
@@ -28,6 +29,15 @@ constexpr int64_t kPage = SwapFile::kAlignment;
 struct WeightPiece {
   c10::Storage storage;
   int64_t at, size;
+
+  // A stack: whether each of its matrices is in the memory of the block or on its way there, the copies that
+  // are under way, the callers of bring() that use the stack, and the matrices that the last one asked for.
+  // Other pieces have no matrices.
+  std::vector<bool> arrived{}, used{};
+  std::vector<FencePtr> arriving{};
+  int users = 0;
+  bool is_stack() const { return !arrived.empty(); }
+  int64_t matrix() const { return size / std::ssize(arrived); }  // bytes of a matrix
 };
 
 // A tensor of a block, to notice that it has changed or is no longer frozen. Does not keep the tensor alive.
@@ -43,6 +53,10 @@ struct WatchedWeight {
 // The storages point into the memory on the device only while the block is in use. So a read or a write of a
 // weight outside of its uses is always an error, also if the memory has not left yet.
 //
+// Stacks of matrices lie behind all other storages. A run of the block does not bring them: an operator asks
+// for some of their matrices (bring), and their storages point into the memory until it has ended. If the
+// whole block is opened, all matrices arrive.
+//
 // A table is a block of one weight (rows, columns), such as that of an embedding or of an output layer.
 // Operators read it a few rows at a time. It is on the device as a whole only if its module runs.
 struct WeightBlock {
@@ -50,16 +64,18 @@ struct WeightBlock {
   std::vector<WeightPiece> pieces;
   std::vector<WatchedWeight> watched;
   int64_t size = 0, trained = 0;  // bytes of all storages, and of those of trained weights at the start
+  int64_t stacks = 0;             // where the stacks begin; `size` if there are none
   int64_t row = 0;                // bytes of a row of a table; 0 for other blocks
   bool stays = false;             // whether the weights never leave
   at::Tensor home;                // the weights in host memory, unless there is a file
   int64_t at = -1;                // the offset of the weights in the file
   Checksums sums;                 // checksums of the bytes in the file
 
-  at::Tensor memory;     // on the device, from the start of a copy to it until the weights have left
-  at::Tensor staging;    // host memory between file and device
-  FencePtr in;           // the copy to `memory`
-  bool is_here = false;  // whether the storages point into `memory`
+  at::Tensor memory;      // on the device, from the start of a copy to it until the weights have left
+  at::Tensor staging;     // host memory between file and device
+  FencePtr in;            // the copy to `memory`
+  bool is_here = false;   // whether the storages point into `memory`
+  bool is_whole = false;  // whether those of stacks do, too; all their matrices have arrived then
 
   int64_t changed = 0;  // bytes from the start that differ from those away
   at::Tensor leaving;   // the former `memory`, while it is written
@@ -77,7 +93,7 @@ struct WeightStoreCore final : RowSource, BlockRuns, std::enable_shared_from_thi
   using BlockRuns::mutex;
 
   void add(const std::string& name, const std::vector<at::Tensor>& frozen,
-           const std::vector<at::Tensor>& trained);
+           const std::vector<at::Tensor>& trained, const std::vector<at::Tensor>& stacks);
   WeightBlock& block(int64_t index);
   void fetch(WeightBlock& b);
   void unused(WeightBlock& b);
@@ -88,6 +104,16 @@ struct WeightStoreCore final : RowSource, BlockRuns, std::enable_shared_from_thi
   void add_table(const std::string& name, const at::Tensor& weight);
   void for_each(const at::Tensor& weight, int64_t step, const Body& body) override;
   at::Tensor embedding(const at::Tensor& weight, const at::Tensor& indices);
+
+  // ---- stacks (weight_stacks.cpp)
+
+  std::unique_ptr<ArrivingMatrices> bring(const at::Tensor& stack, c10::ArrayRef<int64_t> offsets) override;
+  /// Brings a block with all matrices of its stacks, which stay until nobody uses the block.
+  void fetch_whole(WeightBlock& b);
+  /// Brings a block for good.
+  void give_back(WeightBlock& b);
+  /// Returns the bytes of a block that are on the device, or on their way there.
+  static int64_t bytes_here(const WeightBlock& b);
 
   const OwnProcess process;
   const c10::Device device;
@@ -114,16 +140,29 @@ struct WeightStoreCore final : RowSource, BlockRuns, std::enable_shared_from_thi
   bool has_tiles() const override { return true; }
 
   void check_frozen(const WeightBlock& b) const;
+  void add_piece(WeightBlock& b, const at::Tensor& t, int64_t alignment);
+  // A range of bytes of a block.
+  struct Range {
+    int64_t begin, end;
+  };
+  void transfer(bool is_write, WeightBlock& b, const std::vector<Range>& ranges, char* memory) const;
   void transfer(bool is_write, WeightBlock& b, int64_t first, const at::Tensor& memory) const;
   int64_t check_sums(WeightBlock& b, int64_t from, int64_t end, const char* memory) const;
   void take_away(WeightBlock& b);
   void gather(const WeightBlock& b, int64_t first, const at::Tensor& to) const;
   void write_all(WeightBlock& b);
   void place(WeightBlock& b, const at::Tensor* memory);
+  void place(const WeightBlock& b, const WeightPiece& p, const at::Tensor* memory);
   void begin_in(WeightBlock& b);
   void forget(WeightBlock& b);
   void evict(WeightBlock& b);
   void release_retired();
+
+  // The matrices of a stack that a caller of bring() uses.
+  struct Matrices;
+  void start_matrices(WeightBlock& b, WeightPiece& stack, const std::vector<bool>& wanted, CopyLane& lane);
+  void prefetch_matrices(WeightBlock& b, bool is_backward);
+  void forget_matrices(WeightBlock& b);
 
   // Rows of a table on their way to the device.
   struct Arrival {
@@ -137,7 +176,7 @@ struct WeightStoreCore final : RowSource, BlockRuns, std::enable_shared_from_thi
   void read_rows(WeightBlock& b, const int64_t* row_indices, int64_t count, uint8_t* to);
 
   // C++ destroys these members first, and each destructor waits for its copies.
-  CopyLane reading, in, out;
+  CopyLane reading, in, out, demand;
 };
 
 /// Returns a record of the version of a weight, by which later changes are noticed.

@@ -23,10 +23,10 @@ WeightStore::WeightStore(c10::Device device, const std::string& folder, int64_t 
 WeightStore::~WeightStore() = default;
 
 int64_t WeightStore::add(const std::string& name, const std::vector<at::Tensor>& frozen,
-                         const std::vector<at::Tensor>& trained) {
+                         const std::vector<at::Tensor>& trained, const std::vector<at::Tensor>& stacks) {
   core_->process.check(kOffloadWeights);
   const std::lock_guard lock(core_->mutex);
-  core_->add(name, frozen, trained);
+  core_->add(name, frozen, trained, stacks);
   return static_cast<int64_t>(core_->blocks.size()) - 1;
 }
 
@@ -52,7 +52,14 @@ void WeightStore::leave(int64_t index, const std::vector<at::Tensor>& outputs) {
 void WeightStore::begin(int64_t index, bool changed) {
   const std::lock_guard lock(core_->mutex);
   core_->begin_run(index, /*can_vanish=*/true);
-  if (WeightBlock& b = core_->block(index); changed) b.changed = b.size;
+  WeightBlock& b = core_->block(index);
+  try {
+    core_->fetch_whole(b);
+  } catch (...) {
+    core_->end_run(index);
+    throw;
+  }
+  if (changed) b.changed = b.size;
 }
 
 void WeightStore::end(int64_t index) { core_->end_run(index); }
@@ -66,7 +73,7 @@ c10::intrusive_ptr<WeightsHere> WeightStore::open(int64_t index, bool changed) {
 WeightsHere::WeightsHere(std::shared_ptr<WeightStoreCore> core, std::shared_ptr<WeightBlock> block,
                          bool changed)
     : core_(std::move(core)), block_(std::move(block)) {
-  core_->fetch(*block_);
+  core_->fetch_whole(*block_);
   ++block_->uses.count;
   if (changed) block_->changed = block_->size;
 }
@@ -91,10 +98,7 @@ void WeightStore::restore() {
   const std::lock_guard lock(core_->mutex);
   core_->process.check(kOffloadWeights);
   core_->settle();
-  for (const auto& b : core_->blocks) {
-    ++b->uses.count;  // the next fetch must not evict the block
-    core_->fetch(*b);
-  }
+  for (const auto& b : core_->blocks) core_->give_back(*b);
   core_->forget_runs();
   core_->blocks.clear();
 }
@@ -105,7 +109,7 @@ c10::Dict<std::string, int64_t> WeightStore::statistics() const {
   int64_t away = 0, on_device = 0;
   for (const auto& b : core_->blocks) {
     if (!b->stays) away += b->size;
-    if (b->memory.defined() || b->leaving.defined()) on_device += b->size;
+    on_device += WeightStoreCore::bytes_here(*b);
   }
   c10::Dict<std::string, int64_t> result;
   result.insert("fetched", core_->fetched);

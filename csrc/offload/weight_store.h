@@ -53,10 +53,12 @@ class WeightStore : public torch::CustomClassHolder {
   ~WeightStore() override;
 
   /// Adds a block with the storages of these tensors, and returns its index. Each storage may belong to one
-  /// block. `trained`: the ones that backward changes, because the optimizer steps within it. If there is no
-  /// room in the folder, raises an error and leaves the weights where they are.
+  /// block. `trained`: the ones that backward changes, because the optimizer steps within it. `stacks`:
+  /// frozen tensors (matrices, ...), such as the weights of experts. On the CPU, a run of the block does not
+  /// bring them: moe_experts() and grouped_linear() bring the matrices that have slots. If there is no room
+  /// in the folder, raises an error and leaves the weights where they are.
   int64_t add(const std::string& name, const std::vector<at::Tensor>& frozen,
-              const std::vector<at::Tensor>& trained);
+              const std::vector<at::Tensor>& trained, const std::vector<at::Tensor>& stacks = {});
 
   /// Adds a table: a frozen weight (rows, columns) that operators read a few rows at a time, and returns its
   /// index. linear_cross_entropy() and linear_distillation() read it as the weight of an output layer. If the

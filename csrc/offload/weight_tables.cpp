@@ -40,6 +40,7 @@ void WeightStoreCore::add_table(const std::string& name, const at::Tensor& weigh
   b->pieces.push_back({weight.storage(), 0, size});
   b->watched.push_back(watch_weight(weight, /*is_trained=*/false));
   b->size = at::round_up(size, kPage);
+  b->stacks = b->size;
   b->row = size / weight.size(0);
   b->sums = Checksums(size, b->row);
   take_away(*b);

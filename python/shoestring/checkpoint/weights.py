@@ -17,7 +17,7 @@ from shoestring.checkpoint.embedding_rows import RowsOnDemand, bring_rows
 from shoestring.checkpoint.tiled_layers import Tile, TiledLayer
 from shoestring.core.errors import InputError
 from shoestring.core.module_argument import check_module
-from shoestring.core.presence import BRINGS_WEIGHTS, PRESENT, Presence
+from shoestring.core.presence import BRINGS_WEIGHTS, PRESENT, READS_MATRICES, Presence
 from shoestring.core.storages import parts, storages, tensors_in
 
 OWNER = "_shoestring_offloaded_weights"
@@ -49,6 +49,10 @@ def offload_weights(
     no chunk has fewer than 8 tokens and AMX does not take the tiles of small models; on a GPU, sums over the
     classes are rounded in another order. An output layer whose module runs, as in generation, is on the
     device as a whole meanwhile.
+
+    On the CPU, the frozen stacks of ``nn.Experts``, and of transformers' experts that :func:`register_experts` runs,
+    arrive by expert: an expert without tokens is not read. The experts of a forward are read ahead for its backward, and
+    for the next forward if they are at least half of all.
 
     Frozen weights travel one way: dense ones and the codes and scales of nf4, fp4, int4 and int8. Weights
     that require gradients stay, unless ``optimizer`` is given. It steps each weight within backward, while
@@ -110,7 +114,7 @@ def offload_weights(
         return _offload_while_made(model, block_modules, table_modules, to, keep, steps, param_init_fn)
     weights = _weights_of(block_modules, steps)
     everywhere = owners_of_storages(model, block_modules)
-    tensors = [t for frozen, trained in weights.values() for t in (*frozen, *trained)]
+    tensors = [t for kinds in weights.values() for kind in kinds for t in kind]
     devices = {t.device for t in tensors}
     if not devices:
         raise InputError(
@@ -125,8 +129,8 @@ def offload_weights(
         )
     handle = OffloadedWeights(model, devices.pop(), to, keep, steps)
     try:
-        for name, (frozen, trained) in weights.items():
-            exclusive = [[t for t in group if everywhere[_key(t)] == {name}] for group in (frozen, trained)]
+        for name, kinds in weights.items():
+            exclusive = [[t for t in kind if everywhere[_key(t)] == {name}] for kind in kinds]
             handle._add(name, block_modules[name], *exclusive)
         for name, table in table_modules.items():
             # A block that has the weight, too, would need all of it.
@@ -371,8 +375,7 @@ class OffloadedWeights:
 
         A loader calls it as soon as it has read the weights of the block. So they are never all in memory.
         """
-        frozen, _ = _weights_of({name: block}, with_trained=False)[name]
-        self._add(name, block, frozen, [])
+        self._add(name, block, *_weights_of({name: block}, with_trained=False)[name])
 
     def _take_table(self, name: str, table: nn.Module) -> None:
         """Let the weight of a table leave as soon as a loader has read it, if the module can be a table."""
@@ -395,9 +398,11 @@ class OffloadedWeights:
         else:
             self._bring(index, table)
 
-    def _add(self, name: str, block: nn.Module, frozen: list[Tensor], trained: list[Tensor]) -> None:
+    def _add(
+        self, name: str, block: nn.Module, frozen: list[Tensor], trained: list[Tensor], stacks: list[Tensor]
+    ) -> None:
         """Let the weights of the next block leave, and call the store when the block runs."""
-        self._bring(self._store.add(name, frozen, trained), block)
+        self._bring(self._store.add(name, frozen, trained, stacks), block)
 
     def _bring(self, index: int, block: nn.Module) -> None:
         """Call the store when a block runs, or is read or changed as a whole."""
@@ -485,20 +490,41 @@ def _key(tensor: Tensor) -> int:
 
 def _weights_of(
     blocks: dict[str, nn.Module], with_trained: bool
-) -> dict[str, tuple[list[Tensor], list[Tensor]]]:
-    """Return the frozen and the trained tensors of each block that may leave, without repeated storages."""
+) -> dict[str, tuple[list[Tensor], list[Tensor], list[Tensor]]]:
+    """Return the frozen and the trained tensors, and the stacks, of each block that may leave.
+
+    No storage is repeated.
+    """
     tensors = {}
     for name, block in blocks.items():
+        stacks = {_key(stack): stack for module in block.modules() for stack in _stacks_of(module)}
         frozen: dict[int, Tensor] = {}
         trained: dict[int, Tensor] = {}
         for tensor in (*block.parameters(), *block.buffers()):
+            if type(tensor) in (Tensor, nn.Parameter) and _key(tensor) in stacks:
+                continue
             if tensor.requires_grad and not with_trained:
                 continue
             for inner in parts([tensor]):
                 if inner.device.type != "meta" and inner.untyped_storage().nbytes() >= LEAST:
                     (trained if tensor.requires_grad else frozen)[_key(inner)] = inner
-        tensors[name] = (list(frozen.values()), list(trained.values()))
+        tensors[name] = (list(frozen.values()), list(trained.values()), list(stacks.values()))
     return tensors
+
+
+def _stacks_of(module: nn.Module) -> list[Tensor]:
+    """Return the frozen parameters of a module of which its forward reads some matrices."""
+    experts = getattr(getattr(module, "config", None), "_experts_implementation", None)
+    if not hasattr(module, READS_MATRICES) and not (
+        experts == "shoestring" and hasattr(module, "_is_expert_parallel")
+    ):
+        return []
+    return [
+        p
+        for p in module.parameters(recurse=False)
+        if type(p) is nn.Parameter and p.dim() == 3 and not p.requires_grad and p.is_contiguous()
+        if p.device.type != "meta" and LEAST <= p.nbytes == p.untyped_storage().nbytes()
+    ]
 
 
 def owners_of_storages(model: nn.Module, blocks: dict[str, nn.Module]) -> dict[int, set[str]]:

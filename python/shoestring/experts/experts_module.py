@@ -46,6 +46,7 @@ class Experts(nn.Module):
         ['down_proj', 'gate_up_proj']
     """
 
+    _shoestring_reads_matrices = True  # see core/presence.py
     gate_up_proj_bias: nn.Parameter | None
     down_proj_bias: nn.Parameter | None
 

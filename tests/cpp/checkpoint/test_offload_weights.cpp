@@ -255,3 +255,39 @@ TEST_CASE("an embedding and a head that are away give the same bits", "[offload_
   offload.restore();
   CHECK(same_weights(run(nullptr), expected));
 }
+
+TEST_CASE("experts without tokens are not read from a file", "[offload_weights]") {
+  at::manual_seed(11);
+  constexpr int64_t kExperts = 16, kFeatures = 32, kHidden = 24;
+  const Tensor gate_up = at::randn({kExperts, 2 * kHidden, kFeatures}),
+               down = at::randn({kExperts, kFeatures, kHidden}), x = at::randn({3, kFeatures}),
+               index = at::tensor({2, 9, 9}, at::kLong).view({3, 1}), weight = at::ones({3, 1});
+  const auto run = [&](const Tensor& input) {
+    return shoestring::moe_experts(input, index, weight, gate_up, down);
+  };
+  const auto gradient = [&](OffloadWeights* offload) {
+    const Tensor input = x.detach().clone().requires_grad_();
+    const Tensor y = offload == nullptr ? run(input) : offload->run(0, input, run);
+    y.pow(2).sum().backward();
+    return std::make_pair(y.detach(), input.grad());
+  };
+  const auto expected = gradient(nullptr);
+  const Tensor saved = gate_up.clone();
+
+  const auto folder = Folder();
+  OffloadWeights offload(OffloadWeightsOptions().folder(folder.path));
+  REQUIRE_THROWS_WITH(offload.add({}, {}, {gate_up.narrow(1, 0, 4)}),
+                      Contains("expected contiguous stacks (matrices, ...)"));
+  offload.add({}, {}, {gate_up, down});
+  const auto received = gradient(&offload);
+  CHECK(received.first.equal(expected.first));
+  CHECK(received.second.equal(expected.second));
+  // Backward finds the experts where forward has left them.
+  const auto bytes = static_cast<int64_t>((gate_up.nbytes() + down.nbytes()) / kExperts);
+  CHECK(offload.statistics()["fetched"] == 2 * bytes);
+  CHECK(offload.statistics()["device"] == 2 * bytes);
+  REQUIRE_THROWS_WITH(gate_up.sum(), Contains("read or change them within present()"));
+  offload.present(0, [&] { CHECK(gate_up.equal(saved)); }, /*changed=*/false);
+  offload.restore();
+  CHECK(gate_up.equal(saved));
+}

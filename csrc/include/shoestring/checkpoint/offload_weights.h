@@ -61,9 +61,12 @@ class SHOESTRING_API OffloadWeights {
 
   /// Adds the next block and returns its index. Its weights leave the device. `frozen` are weights that the
   /// caller does not change. `trained` are weights that an optimizer with set_step_in_backward(true) steps
-  /// within backward. Weights that must stay on the device, such as adapters, are not passed. Throws
-  /// c10::Error if the folder has no room; the weights then stay on the device.
-  int64_t add(const std::vector<at::Tensor>& frozen, const std::vector<at::Tensor>& trained = {});
+  /// within backward. `stacks` are frozen, contiguous tensors (experts, ...): on the CPU, those of experts
+  /// with slots arrive when moe_experts() or grouped_linear() run. Weights that must stay on the device, such
+  /// as adapters, are not passed. Throws c10::Error if the folder has no room; the weights then stay on the
+  /// device.
+  int64_t add(const std::vector<at::Tensor>& frozen, const std::vector<at::Tensor>& trained = {},
+              const std::vector<at::Tensor>& stacks = {});
 
   /// Adds a table: a frozen, contiguous weight (rows, columns) of at least one row. It leaves the device.
   void add_table(const at::Tensor& weight);

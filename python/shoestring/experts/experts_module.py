@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor, nn
 
-from shoestring.adapters.experts import LowRankSum
-from shoestring.experts.grouped_experts import gated, grouped_experts
-from shoestring.experts.moe_experts import moe_experts
+from shoestring.experts.moe_experts import run_stacks
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai")
 
@@ -17,7 +13,7 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai")
 class Experts(nn.Module):
     """The gated MLPs of experts, by :func:`moe_experts`. The names of parameters are those of transformers.
 
-    Adapters of ``shoestring.lora`` on the stacks (``target_parameters``) are multiplied by the tokens of each expert.
+    Adapters of ``shoestring.lora`` on the stacks (``target_parameters``) become the ``lora`` of :func:`moe_experts`.
 
     Args:
         experts: number of experts.
@@ -107,30 +103,18 @@ class Experts(nn.Module):
         Returns:
             The shape of x, in its dtype, or in that of autocast.
         """
-        gate_up, down = self.gate_up_proj, self.down_proj
-        options = {"activation": self.activation, "limit": self.limit, "interleaved": self.interleaved}
-        if isinstance(gate_up, LowRankSum) or isinstance(down, LowRankSum):
-            return grouped_experts(
-                x,
-                index,
-                weight,
-                gate_up,
-                down,
-                functools.partial(gated, **options),  # type: ignore[arg-type]
-                up_bias=self.gate_up_proj_bias,
-                down_bias=self.down_proj_bias,
-                transposed=self.is_transposed,
-            )
-        return moe_experts(
+        return run_stacks(
             x,
             index,
             weight,
-            gate_up,
-            down,
+            self.gate_up_proj,
+            self.down_proj,
             gate_up_bias=self.gate_up_proj_bias,
             down_bias=self.down_proj_bias,
+            activation=self.activation,
+            limit=self.limit,
+            interleaved=self.interleaved,
             transposed=self.is_transposed,
-            **options,  # type: ignore[arg-type]
         )
 
     def extra_repr(self) -> str:

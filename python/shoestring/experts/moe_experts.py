@@ -5,6 +5,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from shoestring.adapters.experts import LowRankSum
 from shoestring.quantization.quantized_tensor import QuantizedTensor
 
 __all__ = ["ExpertLora", "moe_experts"]
@@ -118,6 +119,30 @@ def moe_experts(
         **({} if lora is None else lora._asdict()),
     )
     return result
+
+
+def run_stacks(
+    x: Tensor,
+    index: Tensor,
+    weight: Tensor,
+    gate_up: Tensor | LowRankSum,
+    down: Tensor | LowRankSum,
+    *,
+    transposed: bool,
+    **options: Any,
+) -> Tensor:
+    """Return :func:`moe_experts` of stacks that may have adapters, with its options."""
+    factors: dict[str, Tensor] = {}
+    bases = []
+    for name, stack in (("gate_up", gate_up), ("down", down)):
+        if isinstance(stack, LowRankSum):
+            # left @ right is added to the stack, so to the transpose of each weight if that is what the stack has
+            a, b = (stack.left.mT, stack.right.mT) if transposed else (stack.right, stack.left)
+            factors |= {f"{name}_a": a, f"{name}_b": b}
+            stack = stack.base
+        bases.append(stack)
+    lora = ExpertLora(**factors) if factors else None  # type: ignore[arg-type]
+    return moe_experts(x, index, weight, bases[0], bases[1], transposed=transposed, lora=lora, **options)
 
 
 def _scales(

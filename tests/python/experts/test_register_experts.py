@@ -71,7 +71,7 @@ def tokens() -> Tensor:
 def calls_of(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return a list that names the operators which the experts call from now on."""
     names: list[str] = []
-    for name in ("moe_experts", "grouped_experts"):
+    for name in ("run_stacks", "grouped_experts"):
         function = getattr(ours, name)
 
         def counted(*args: Any, _name: str = name, _function: Any = function, **kwargs: Any) -> Any:
@@ -88,7 +88,7 @@ def test_models_have_the_logits_and_gradients_of_eager(name: str, monkeypatch: p
     calls = calls_of(monkeypatch)
     ids = tokens()
     losses = [model(ids, labels=ids).loss for model in (eager, switched)]
-    assert calls == ["moe_experts"] * (1 if "first_k_dense_replace" in MODELS[name] else 2)
+    assert calls == ["run_stacks"] * (1 if "first_k_dense_replace" in MODELS[name] else 2)
     assert relative_error(losses[1], losses[0]) < 1e-6  # norms, routers and the loss compute in fp32
     for loss in losses:
         loss.backward()
@@ -249,7 +249,7 @@ def test_adapters_on_experts(name: str, monkeypatch: pytest.MonkeyPatch) -> None
     eager_loss.backward()
     monkeypatch.setattr(LowRankSum, "dense", lambda _: pytest.fail("the dense sum was computed"))
     loss = switched(ids, labels=ids).loss
-    assert calls == ["grouped_experts"] * 2
+    assert calls == ["run_stacks"] * 2
     loss.backward()
     assert relative_error(loss, eager_loss) < 1e-6
     for (key, p), q in pairs:

@@ -10,11 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shoestring.adapters.experts import LowRankSum
 from shoestring.core.instances import Found, Left
 from shoestring.experts.experts_module import ACTIVATIONS
 from shoestring.experts.grouped_experts import gated, grouped_experts
-from shoestring.experts.moe_experts import moe_experts
+from shoestring.experts.moe_experts import run_stacks
 
 NAME = "shoestring"
 # names of the attributes in which experts of transformers have the limit of their gate
@@ -28,11 +27,10 @@ def register_experts() -> str:
     ``model.set_experts_implementation``. The experts of every model that transformers can switch become one call of
     :func:`moe_experts`. They become calls of :func:`grouped_linear`, with the module's own gate between them, if
 
-    - the gate is none of those of :func:`moe_experts`, which a trial on some numbers decides,
-    - the experts have no gate, or a norm after each expert, or
-    - the weights have adapters: the adapters are multiplied by the tokens, and no weight is merged.
+    - the gate is none of those of :func:`moe_experts`, which a trial on some numbers decides, or
+    - the experts have no gate, or a norm after each expert.
 
-    Stacks may be transposed, and have biases or interleaved gates (gpt-oss). Experts with an index of ``num_experts``
+    Adapters are multiplied by the tokens of each expert, and no weight is merged. Stacks may be transposed, and have biases or interleaved gates (gpt-oss). Experts with an index of ``num_experts``
     or more, which expert parallelism uses for experts of other processes, are left out.
 
     Returns:
@@ -75,10 +73,9 @@ def run_experts(
     down, down_bias = one.down_proj, one.down_proj_bias if one.has_bias else None
     index = top_k_index.long()
     index = index.masked_fill(index >= up.shape[0], -1)
-    adapted = isinstance(up, LowRankSum) or isinstance(down, LowRankSum)
-    gate = None if adapted or not one.has_gate or one.has_post_expert_norm else gate_of(module)
+    gate = None if not one.has_gate or one.has_post_expert_norm else gate_of(module)
     if gate is not None:
-        y = moe_experts(
+        y = run_stacks(
             hidden_states,
             index,
             top_k_weights,

@@ -198,6 +198,7 @@ def test_threads_use_different_experts_of_a_block(tmp_path: Path) -> None:
     with torch.no_grad():
         expected = [model(x) for x in batches]
     offload_weights(model, f"nvme:{tmp_path}")
+    disturb_offload(max_delay_us=1000)
     received: dict[int, Tensor] = {}
 
     def run(first: int) -> None:

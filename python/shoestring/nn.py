@@ -6,6 +6,7 @@ from shoestring.blocks.attention import Attention
 from shoestring.blocks.gated_mlp import GatedMLP
 from shoestring.checkpoint.tiled_layers import TiledEmbedding, TiledLinear
 from shoestring.experts.experts_module import Experts
+from shoestring.experts.mixture_of_depths_module import DepthRoute, MixtureOfDepths
 from shoestring.experts.moe_module import MoE
 from shoestring.experts.router_module import Router
 from shoestring.gemm.linear_module import Linear
@@ -21,12 +22,14 @@ sys.modules["shoestring.nn.init"] = init
 
 __all__ = [
     "Attention",
+    "DepthRoute",
     "Experts",
     "FakeQuantizedLinear",
     "FoldReport",
     "GatedMLP",
     "LayerNorm",
     "Linear",
+    "MixtureOfDepths",
     "MoE",
     "QuantizedLinear",
     "RMSNorm",

@@ -8,6 +8,7 @@
 #include <shoestring/blocks/attention.h>
 #include <shoestring/blocks/gated_mlp.h>
 #include <shoestring/experts/experts.h>
+#include <shoestring/experts/mixture_of_depths.h>
 #include <shoestring/experts/moe.h>
 #include <shoestring/experts/router.h>
 #include <shoestring/gemm/linear.h>

@@ -59,11 +59,25 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+class _Choice:
+    """The result of one call that has no gradient."""
+
+    result: Any
+
+    def record(self, call: Callable[[], T]) -> T:
+        self.result = result = call()
+        return result
+
+    def replay(self, call: Callable[[], T]) -> T:
+        result: T = self.result
+        return result
+
+
 @dataclass
 class _Run:
     """One run of a checkpointed function on one thread."""
 
-    calls: list[_Call]
+    calls: list[_Call | _Choice]
     recording: bool
     pass_: int  # the backward pass that runs the function, -1 for none
     played: int = 0
@@ -81,7 +95,7 @@ class KeptCalls:
     """The calls of ``kept_call`` in the first run of a checkpointed function, in order."""
 
     def __init__(self) -> None:
-        self._calls: list[_Call] = []
+        self._calls: list[_Call | _Choice] = []
 
     @contextmanager
     def run(self, recording: bool) -> Iterator[None]:
@@ -99,6 +113,18 @@ def kept_call(call: Callable[[], T]) -> T:
     In a later run of a checkpointed function, the operator returns the results of the first run. If checkpoints are
     nested, all of them keep the results. A backward pass inside a function computes its calls anew.
     """
+    return _kept(call, _Call)
+
+
+def kept_choice(call: Callable[[], T]) -> T:
+    """Return the result of ``call``, which has no gradient, and keep it as ``kept_call`` does.
+
+    A later run of a checkpointed function gets the same objects, without a call. Nobody may modify them.
+    """
+    return _kept(call, _Choice)
+
+
+def _kept(call: Callable[[], T], kind: type[_Call | _Choice]) -> T:
     if torch.compiler.is_compiling() or not _runs.stack:
         return call()
     pass_ = torch._C._current_graph_task_id()
@@ -112,7 +138,7 @@ def kept_call(call: Callable[[], T]) -> T:
     recording = [run for run in runs if run.recording]
     if kept is None and not recording:
         return call()
-    used = kept or _Call()
+    used = kept or kind()
     for run in recording:
         run.calls.append(used)
     return used.record(call) if kept is None else used.replay(call)

@@ -73,7 +73,8 @@ class MixtureOfDepths(nn.Module):
 
     Attributes:
         router: (features), a parameter.
-        predictor, predictor_bias: (features) and (1), parameters.
+        predictor: (features), a parameter.
+        predictor_bias: (1), a parameter.
         route: the :class:`DepthRoute` of the last forward. Recomputed forwards do not change it.
 
     Raises:

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <mutex>
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/ArrayRef.h>
@@ -49,6 +50,10 @@ SHOESTRING_API std::shared_ptr<RowSource> row_source_of(const at::Tensor& weight
 /// null for other tensors, which are on their device.
 SHOESTRING_API std::unique_ptr<ArrivingMatrices> bring_matrices(const at::Tensor& stack,
                                                                 c10::ArrayRef<int64_t> offsets);
+
+/// Returns a lock to hold while a storage that belongs to a source gets another address: another thread may
+/// ask the storage for its source.
+SHOESTRING_API std::unique_lock<std::mutex> lock_sources();
 
 /// Returns the data pointer of a storage that belongs to a source. `memory` is that of the storage, which
 /// `owner` keeps; null if the storage is away.

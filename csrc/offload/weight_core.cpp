@@ -225,6 +225,7 @@ void WeightStoreCore::place(const WeightBlock& b, const WeightPiece& p, const at
   const auto at_source = [&](void* to, const at::Tensor& owner) {
     return pointer_to_source(weak_from_this(), device, to, owner);
   };
+  const auto lock = lock_sources();
   if (memory == nullptr) {
     const std::string error =
         c10::str(kOffloadWeights, ": ", b.name, ": expected weights on ", device, ", received some that are ",

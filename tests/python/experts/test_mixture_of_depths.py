@@ -109,6 +109,7 @@ def test_packed_sequences_are_sequences() -> None:
     check(
         mod, x, y, torch.cat([by_hand(mod, *each) for each in zip(x.split(lengths), positions, strict=True)])
     )
+    assert isinstance(mod.route, shoestring.nn.DepthRoute)
     assert mod.route.offsets.tolist() == [0, 2, 3, 5]
 
 

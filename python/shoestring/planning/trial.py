@@ -26,6 +26,9 @@ Example = Callable[[int], Tensor]
 LONGEST = 5.0  # seconds of all trials together, except that each plan has one
 TOO_LONG = 15.0  # limit of the predicted seconds of one trial of each plan
 TURNS = 5  # trials of each plan, of two batches each
+# Micro-batches of a batch of a trial. The first one makes gradients, those in the middle add to them, and the last one
+# may have steps within backward.
+PASSES = 3
 
 
 class NotFiniteError(InputError):
@@ -61,7 +64,7 @@ def run_trial(
         model: the model.
         example: returns the loss of so many rows.
         kind: makes the optimizer of parameters and options.
-        passes: the most micro-batches that run of each batch. The time of the others is computed.
+        passes: the most micro-batches that run of each batch, at least PASSES. The time of the others is computed.
 
     Raises:
         NotFiniteError: the loss or a gradient is not finite, with which a step would change the weights.
@@ -151,10 +154,8 @@ def _batch(
     synchronize(device)
     step = time.perf_counter() - began
     optimizer.zero_grad(set_to_none=True)
-    # The last micro-batch may have steps within backward. The others are alike.
-    *first, last = seconds
-    others: float = (statistics.mean(first) if first else last) * (plan.accumulate - 1)
-    return others + last + step
+    others = statistics.mean(seconds[1:-1]) * (plan.accumulate - count) if count < plan.accumulate else 0.0
+    return sum(seconds) + others + step
 
 
 @dataclass
@@ -191,8 +192,7 @@ def run_trials(
     """
     expected, count = 0.0, 0
     for plan in plans:
-        # Two micro-batches of a batch are a first and a last one.
-        expected += 2 * plan.seconds * min(plan.accumulate, 2) / plan.accumulate
+        expected += 2 * plan.seconds * min(plan.accumulate, PASSES) / plan.accumulate
         count += expected <= TOO_LONG
     if count < min(2, len(plans)):
         return []
@@ -203,7 +203,7 @@ def run_trials(
         for one in measured if turn % 2 else reversed(measured):
             applied = one.plan.apply(model)
             try:
-                one.trials.append(run_trial(one.plan, model, example, kind, passes=2))
+                one.trials.append(run_trial(one.plan, model, example, kind, passes=PASSES))
             finally:
                 applied.undo()
         taken = time.perf_counter() - began

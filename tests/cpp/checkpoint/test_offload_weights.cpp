@@ -257,6 +257,7 @@ TEST_CASE("an embedding and a head that are away give the same bits", "[offload_
 }
 
 TEST_CASE("experts without tokens are not read from a file", "[offload_weights]") {
+  if (is_emulated()) return;  // on a GPU, stacks travel with their block
   at::manual_seed(11);
   constexpr int64_t kExperts = 16, kFeatures = 32, kHidden = 24;
   const Tensor gate_up = at::randn({kExperts, 2 * kHidden, kFeatures}),

@@ -12,16 +12,10 @@ struct Source {
 };
 void release_source(void* source) { delete static_cast<Source*>(source); }
 
-// Held while a storage that belongs to a source gets another address, and while one is asked for its source.
-std::mutex& sources() {
-  static std::mutex mutex;
-  return mutex;
-}
-
 // Returns the source of a storage, which is away or has memory.
 std::shared_ptr<RowSource> source_of(const at::Tensor& weight, bool away) {
   if (!weight.defined() || !weight.has_storage()) return nullptr;
-  const std::lock_guard lock(sources());
+  const auto lock = lock_sources();
   // The checked accessors raise an error for a storage that is away.
   const at::DataPtr& data = weight.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks();
   if ((away && data.get() != nullptr) || data.get_deleter() != &release_source) return nullptr;
@@ -39,7 +33,10 @@ std::unique_ptr<ArrivingMatrices> bring_matrices(const at::Tensor& stack, c10::A
   return source == nullptr ? nullptr : source->bring(stack, offsets);
 }
 
-std::unique_lock<std::mutex> lock_sources() { return std::unique_lock(sources()); }
+std::unique_lock<std::mutex> lock_sources() {
+  static std::mutex mutex;
+  return std::unique_lock(mutex);
+}
 
 at::DataPtr pointer_to_source(std::weak_ptr<RowSource> source, c10::Device device, void* memory,
                               const at::Tensor& owner) {

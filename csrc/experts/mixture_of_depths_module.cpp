@@ -121,8 +121,6 @@ Tensor MixtureOfDepthsImpl::forward(const Tensor& x, const AttentionInput& input
   Tensor offsets;
   {
     const torch::NoGradGuard no_grad;
-    const Tensor logits =
-        by_predictor ? depth_logits(flat, predictor, predictor_bias) : depth_logits(flat, router);
     if (!by_predictor)
       for (size_t s = 0; s + 1 < bounds.size(); ++s) {
         const int64_t tokens = bounds[s + 1] - bounds[s];
@@ -130,8 +128,8 @@ Tensor MixtureOfDepthsImpl::forward(const Tensor& x, const AttentionInput& input
         chosen.counts.push_back(std::min(tokens, std::max<int64_t>(1, count)));
       }
     chosen.index = activations::kept_results([&]() -> std::vector<Tensor> {
-      return {by_predictor ? logits.gt(0).nonzero().squeeze(-1)
-                           : heaviest_rows(logits, bounds, chosen.counts)};
+      if (by_predictor) return {depth_logits(flat, predictor, predictor_bias).gt(0).nonzero().squeeze(-1)};
+      return {heaviest_rows(depth_logits(flat, router), bounds, chosen.counts)};
     })[0];
     if (by_predictor) {
       offsets = at::searchsorted(chosen.index, integers(bounds, x));

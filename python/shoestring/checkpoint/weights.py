@@ -515,7 +515,7 @@ def _weights_of(
 def _stacks_of(module: nn.Module) -> list[Tensor]:
     """Return the frozen parameters of a module of which its forward reads some matrices."""
     experts = getattr(getattr(module, "config", None), "_experts_implementation", None)
-    if not hasattr(module, READS_MATRICES) and not (
+    if not getattr(module, READS_MATRICES, False) and not (
         experts == "shoestring" and hasattr(module, "_is_expert_parallel")
     ):
         return []

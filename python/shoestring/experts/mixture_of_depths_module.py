@@ -155,15 +155,17 @@ class MixtureOfDepths(nn.Module):
         by_predictor = self.choice == "predictor" or (self.choice == "auto" and not self.training)
         if by_predictor:
             with torch.no_grad():
-                chosen = self._logits(flat, self.predictor, self.predictor_bias) > 0
-            index = kept_choice(lambda: chosen.nonzero().squeeze(-1))
+                index = kept_choice(
+                    lambda: (
+                        (self._logits(flat, self.predictor, self.predictor_bias) > 0).nonzero().squeeze(-1)
+                    )
+                )
             offsets = torch.searchsorted(index, torch.tensor(bounds, device=x.device))
             counts = offsets.diff().tolist()
         else:
             counts = [self._count(end - begin) for begin, end in itertools.pairwise(bounds)]
             with torch.no_grad():
-                logits = self._logits(flat, self.router)
-            index = kept_choice(lambda: heaviest_rows(logits, bounds, counts))
+                index = kept_choice(lambda: heaviest_rows(self._logits(flat, self.router), bounds, counts))
             offsets = torch.tensor([0, *itertools.accumulate(counts)], device=x.device)
         rows = flat.index_select(0, index)
         weight = self._logits(rows, self.router)

@@ -177,7 +177,7 @@ def test_packed_rows_of_transformers() -> None:
 
 
 def test_padding_stays_masked() -> None:
-    """What stands in the padding of the keys changes no other token."""
+    """Tokens in the padding are masked as keys, whatever they are."""
     model = llama().train()
     tokens, mask = torch.randint(64, (2, 12)), torch.ones(2, 12, dtype=torch.long)
     mask[1, :5] = 0

@@ -51,6 +51,13 @@ class Model(nn.Module):
         return x
 
 
+def bytes_of(model: Model) -> tuple[int, int]:
+    """Return the bytes of an expert, and of the whole pages of the other weights of a block."""
+    block: Any = model.blocks[0]
+    experts = block.experts.gate_up_proj.nbytes + block.experts.down_proj.nbytes
+    return experts // EXPERTS, -(-block.mix.weight.nbytes // 4096) * 4096
+
+
 def tokens(count: int, seed: int = 5, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(count, FEATURES, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
@@ -99,9 +106,7 @@ def test_training_has_the_same_bits(
 def test_only_experts_with_tokens_are_read(tmp_path: Path) -> None:
     model = Model()
     handle = offload_weights(model, f"nvme:{tmp_path}")
-    experts = model.blocks[0].experts
-    one = (experts.gate_up_proj.nbytes + experts.down_proj.nbytes) // EXPERTS
-    rest = -(-model.blocks[0].mix.weight.nbytes // 4096) * 4096
+    one, rest = bytes_of(model)
     assert handle.statistics()["away"] >= DEPTH * (rest + EXPERTS * one)
     with torch.no_grad():
         model(tokens(1))
@@ -119,9 +124,7 @@ def test_only_experts_with_tokens_are_read(tmp_path: Path) -> None:
 def test_backward_reads_the_experts_of_its_forward(tmp_path: Path) -> None:
     model = Model()
     handle = offload_weights(model, f"nvme:{tmp_path}")
-    experts = model.blocks[0].experts
-    one = (experts.gate_up_proj.nbytes + experts.down_proj.nbytes) // EXPERTS
-    rest = -(-model.blocks[0].mix.weight.nbytes // 4096) * 4096
+    one, rest = bytes_of(model)
     x = tokens(1).requires_grad_()
     model(x).sum().backward()
     # The last two blocks are there when backward begins.

@@ -55,6 +55,7 @@ void fields(Visit&& visit, OptimizerWay& w) {
   visit("sum_bytes", w.sum_bytes);
   visit("seconds", w.seconds);
   visit("backward_seconds", w.backward_seconds);
+  visit("sum_seconds", w.sum_seconds);
 }
 
 template <class Visit>

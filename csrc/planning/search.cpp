@@ -203,7 +203,14 @@ double Search::least_seconds(const Candidate& c) {
     at->second -= 1e-12 * static_cast<double>(4 * form(c).kinds.size());
   }
   const double pass = std::max(at->second, place(c).seconds);
-  return static_cast<double>(accumulate(c)) * pass + optimizer(c).seconds + optimizer(c).backward_seconds;
+  return seconds_of_batch(c, pass);
+}
+
+// Returns the time of a batch whose micro-batches each take `pass`.
+double Search::seconds_of_batch(const Candidate& c, double pass) const {
+  const OptimizerWay& way = optimizer(c);
+  const auto passes = static_cast<double>(accumulate(c));
+  return passes * pass + (passes - 1) * way.sum_seconds + way.seconds + way.backward_seconds;
 }
 
 double Search::least_seconds(const std::string& freedom, const Levers& fixed) {
@@ -233,8 +240,7 @@ Found Search::found(const Candidate& c, const CheckpointPlan& plan) const {
   for (const PlanPhase& phase : found.phases) found.peak = std::max(found.peak, phase.bytes);
   found.host = way.host_bytes + weights.host_bytes;
   found.disk = way.disk_bytes + weights.disk_bytes;
-  found.seconds = static_cast<double>(accumulate(c)) * std::max(plan.seconds, weights.seconds) + way.seconds +
-                  way.backward_seconds;
+  found.seconds = seconds_of_batch(c, std::max(plan.seconds, weights.seconds));
   return found;
 }
 

@@ -89,6 +89,7 @@ class Search {
   Found found(const Candidate& c, const CheckpointPlan& plan) const;
   double least_seconds(const Candidate& c);
   bool keeps_gradients(const Candidate& c) const;
+  double seconds_of_batch(const Candidate& c, double pass) const;
   int64_t accumulate(const Candidate& c) const { return situation_.batch_size / c.micro_batch; }
   const TrainingForm& form(const Candidate& c) const { return situation_.forms[c.form]; }
   const OptimizerWay& optimizer(const Candidate& c) const { return form(c).optimizers[c.optimizer]; }

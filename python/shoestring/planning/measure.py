@@ -305,6 +305,16 @@ def rates_of(probes: list[Probe]) -> dict[str, float]:
     return {name: work[name] / taken for name, taken in seconds.items() if taken}
 
 
+def copy_rate(device: torch.device, machine: Machine | None) -> float:
+    """Return the bytes per second of copies in the memory of a machine, by default of this one, measured if need be."""
+    known = machine or known_machine(device)
+    if known is not None and known.copy_bytes_per_second is not None:
+        return known.copy_bytes_per_second
+    probe = Probe("copy", lambda: _copy(device), 2 * COPY_BYTES)
+    run_probes([probe], device, float("inf"), time.perf_counter)
+    return rates_of([probe])["copy"]
+
+
 def _copy(device: torch.device) -> Callable[[], object]:
     source = torch.ones(COPY_BYTES, dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)

@@ -33,6 +33,7 @@ from shoestring.planning.machine import Link, Machine
 from shoestring.planning.measure import (
     ELEMENTS,
     Probe,
+    copy_rate,
     known_machine,
     machine_identity,
     measure_copies,
@@ -511,6 +512,10 @@ def _optimizer_ways(asked: _Asked, params: list[nn.Parameter], refused: list[Jso
     chosen = given.get("optimizer_state")
     elements = sum(p.numel() for p in params)
     shapes = [nn.Parameter(torch.empty_like(p, device="meta")) for p in params]
+    # A micro-batch after the first reads its gradients, and reads and writes the sums, which are fp32 with steps in backward.
+    gradients = sum(p.nbytes for p in params)
+    moved_by_sums = {False: 3 * gradients, True: gradients + 8 * elements}
+    rate = copy_rate(params[0].device, machine)
     places: list[tuple[str, str | None]] = [("none", None)]
     if budgets.folder is not None:
         places.append((f"nvme:{budgets.folder}", f"nvme:{budgets.folder}"))
@@ -548,6 +553,7 @@ def _optimizer_ways(asked: _Asked, params: list[nn.Parameter], refused: list[Jso
                     "sum_bytes": 4 * elements if in_backward else 0,
                     "seconds": 0.0 if in_backward else seconds,
                     "backward_seconds": seconds if in_backward else 0.0,
+                    "sum_seconds": moved_by_sums[in_backward] / rate,
                 }
 
 

@@ -74,6 +74,7 @@ def optimizer_way(rng: random.Random, **given: Any) -> Json:
         "sum_bytes": 0,
         "seconds": rng.randint(1, 8) / 8,
         "backward_seconds": 0.0,
+        "sum_seconds": rng.randint(0, 4) / 8,
     } | given
 
 
@@ -238,7 +239,8 @@ def _try(
     if passes == 1 and not way["step_in_backward"]:
         freed, kept = (form["passes"][0][name][0]["forward_seconds"] for name in ("freed", "kept"))
         seconds *= kept / freed  # the passes that leave gradients differ by one factor
-    total = passes * max(seconds, place["seconds"]) + way["seconds"] + way["backward_seconds"]
+    total = passes * max(seconds, place["seconds"]) + (passes - 1) * way["sum_seconds"]
+    total += way["seconds"] + way["backward_seconds"]
     return Tried(
         max(peaks), way["host_bytes"] + place["host_bytes"], way["disk_bytes"] + place["disk_bytes"], total
     )

@@ -77,6 +77,7 @@ def way(state: str = "8bit", **given: Any) -> Json:
         "sum_bytes": 0,
         "seconds": 0.01,
         "backward_seconds": 0.0,
+        "sum_seconds": 0.0,
     } | given
 
 

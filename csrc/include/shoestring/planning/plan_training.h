@@ -42,6 +42,7 @@ struct OptimizerWay {
   int64_t sum_bytes = 0;  ///< with step_in_backward, sums of gradients if there are several micro-batches
   double seconds = 0;     ///< time of a step after backward
   double backward_seconds = 0;  ///< time that the optimizer adds to backward, once for each batch
+  double sum_seconds = 0;  ///< time in which each micro-batch after the first adds its gradients to the sums
 };
 
 /// A place for the weights of a model.

@@ -29,7 +29,7 @@ def own(parser: argparse.ArgumentParser) -> None:
 class Experts(shoestring.nn.Experts):
     """Experts that travel with their block."""
 
-    _shoestring_reads_matrices = False  # see core/presence.py
+    _shoestring_reads_stacks = False  # see core/stacks.py
 
 
 class Block(nn.Module):

@@ -89,6 +89,7 @@ from shoestring.planning.training_plan import (  # noqa: E402
     TrainingPlan,
     plan_training,
 )
+from shoestring.quantization.quantized_stacks import ExpertCount, count_experts  # noqa: E402
 from shoestring.quantization.quantized_tensor import QuantizedTensor  # noqa: E402
 from shoestring.runs.fast_defaults import FastDefaults, MeasuredSwitch, fast_defaults  # noqa: E402
 from shoestring.runs.find_batch_size import (  # noqa: E402
@@ -108,6 +109,7 @@ __all__ = [
     "BatchSizeSearch",
     "BatchTrial",
     "CheckpointReport",
+    "ExpertCount",
     "ExpertLora",
     "FastDefaults",
     "HostAllocator",
@@ -139,6 +141,7 @@ __all__ = [
     "checkpoint_sequential",
     "cmake_prefix_path",
     "convert_quantized",
+    "count_experts",
     "cross_entropy",
     "cross_entropy_with_stats",
     "dequantize_4bit",

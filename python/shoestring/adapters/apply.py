@@ -42,11 +42,21 @@ from shoestring.adapters.vera import share
 from shoestring.adapters.virtual_tokens import attach_tokens, start
 from shoestring.core.module_argument import check_module
 from shoestring.core.presence import expect_here, weights_present
+from shoestring.core.stacks import switch_to_codes
 from shoestring.quantization.quantized_linear_module import (
     QuantizedLinear,
     check_dtype,
     check_form,
     quantize_weight,
+)
+from shoestring.quantization.quantized_stacks import (
+    Stack,
+    dense_stacks,
+    hold_codes,
+    quantize_slabs,
+    slabs_of,
+    split_by_refusal,
+    warn_of_dense,
 )
 from shoestring.quantization.quantized_tensor import QuantizedTensor
 
@@ -70,8 +80,10 @@ def apply(
             ``options``.
         adapter_name: name of the new adapter, which becomes the only active one; see :func:`set_adapter`.
         quantize: None, or "nf4", "fp4", "int4" or "int8", to quantise weights to 4 bits (QLoRA, arXiv
-            2305.14314) or int8. This quantises every linear layer, with or without an adapter, one after the
-            other. The output head and modules_to_save are not quantised.
+            2305.14314) or int8. This quantises every linear layer and the stacks of experts, with or without an adapter,
+            one after the other. The output head and modules_to_save are not quantised. A warning names stacks that stay
+            dense, and why: their gate is none of :func:`moe_experts`, or blocks do not fit. :func:`count_experts` counts
+            the experts.
         double_quant: quantise the scales of 4-bit weights to 8 bits (double quantisation). Not with "int4"
             and "int8".
         block_size: number of elements of a 4-bit weight that share a scale: a power of two from 32 to 4096;
@@ -124,8 +136,15 @@ def apply(
         return dense and layer is not output_head(model)
 
     changes = [n for n, (_, _, o) in plan.items() if isinstance(o, LoraOptions) and o.changes_base]
+    trained_parts = tuple(f"{name}." for name in saved)
+    stacks: dict[str, Stack] = {}
+    reasons: dict[str, str] = {}
     if quantize is not None:
+        switch_to_codes(model)
+        found = {n: s for n, s in dense_stacks(model).items() if not n.startswith(trained_parts)}
+        stacks, reasons = split_by_refusal(found, quantize, block_size)
         changes += [name for name, layer in all_linear(model).items() if is_dense(layer)]
+        changes += [name.rpartition(".")[0] for name in stacks]
     expect_here("lora.apply", model, (*changes, *saved))
 
     model.requires_grad_(False)
@@ -150,6 +169,21 @@ def apply(
         trained = any(name == whole or name.startswith(whole + ".") for whole in saved)
         if not trained and not (name in plan and issubclass(plan[name][1], LoraExperts)):
             quantized(layer)
+    for stack in stacks.values():
+        dense = stack.tensor
+        hold_codes(
+            stack,
+            quantize_slabs(
+                slabs_of(dense),
+                dense.shape,
+                dense.dtype,
+                dense.device,
+                str(quantize),
+                block_size,
+                double_quant,
+            ),
+        )
+    warn_of_dense("lora.apply: quantize", reasons)
     for name, (layer, kind, layer_options) in plan.items():
         adapted = attach(layer, kind)
         with weights_present(layer):  # DoRA reads the weight

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from shoestring.adapters.adapted import AdaptedLayer, wide
 from shoestring.adapters.low_rank import draw
 from shoestring.adapters.options import LoraOptions
+from shoestring.quantization.quantized_tensor import QuantizedTensor
 
 PRODUCTS = ("matmul", "__matmul__", "mm", "bmm")
 GROUPED = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
@@ -162,13 +163,15 @@ class LoraExperts(AdaptedLayer):
     def merged(self, names: Sequence[str]) -> dict[str, Tensor]:
         result = {}
         for target in self.TARGETS:
-            dense = self._parameters[target].detach()  # type: ignore[union-attr]
-            exact = wide(dense.dtype)
-            result[target] = dense.to(exact)
+            stack: Any = self._parameters[target]
+            exact = wide(stack.dtype)
+            is_quantized = isinstance(stack, QuantizedTensor)
+            dense = stack.dequantize(exact) if is_quantized else stack.detach().to(exact)
+            result[target] = dense
             if names:
                 left, right = self.factors(target, names, exact)
                 add = torch.addmm if dense.dim() == 2 else torch.baddbmm
-                result[target] = add(result[target], left.detach(), right.detach())
+                result[target] = add(dense, left.detach(), right.detach())
         return result
 
 

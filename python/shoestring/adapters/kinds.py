@@ -23,6 +23,7 @@ from shoestring.adapters.targets import (
 )
 from shoestring.adapters.tokens import TokenLayer
 from shoestring.adapters.vera import VeraLinear
+from shoestring.quantization.quantized_tensor import QuantizedTensor
 
 LINEAR: dict[type[Options], type[AdaptedLayer]] = {
     LoraOptions: LoraLinear,
@@ -61,8 +62,8 @@ def expert_classes(model: nn.Module, options: Options) -> dict[str, type[LoraExp
     """Return the new class of each module with a parameter named in ``target_parameters``, by module name.
 
     Raises:
-        ValueError: a name matches no parameter, or a parameter is not a dense floating-point weight of 2 or 3
-            dimensions.
+        ValueError: a name matches no parameter, or a parameter is neither a dense floating-point weight of 2 or 3
+            dimensions nor a quantised stack.
     """
     targets = options.target_parameters if isinstance(options, LoraOptions) else ()
     classes = {}
@@ -86,11 +87,11 @@ def expert_classes(model: nn.Module, options: Options) -> dict[str, type[LoraExp
         if (
             parameter.dim() not in (2, 3)
             or not parameter.is_floating_point()
-            or type(parameter) is not nn.Parameter
+            or type(parameter) not in (nn.Parameter, *([QuantizedTensor] if parameter.dim() == 3 else []))
         ):
             raise ValueError(
-                "lora.apply: target_parameters: expected dense weights of 2 or 3 dimensions, received "
-                f"{name}, {tuple(parameter.shape)}"
+                "lora.apply: target_parameters: expected dense weights of 2 or 3 dimensions or quantised stacks of experts, "
+                f"received {name}, {tuple(parameter.shape)}"
             )
     return classes
 

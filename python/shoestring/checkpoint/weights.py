@@ -17,8 +17,10 @@ from shoestring.checkpoint.embedding_rows import RowsOnDemand, bring_rows
 from shoestring.checkpoint.tiled_layers import Tile, TiledLayer
 from shoestring.core.errors import InputError
 from shoestring.core.module_argument import check_module
-from shoestring.core.presence import BRINGS_WEIGHTS, PRESENT, READS_MATRICES, Presence
+from shoestring.core.presence import BRINGS_WEIGHTS, PRESENT, Presence
+from shoestring.core.stacks import reads_stacks, stacks_of
 from shoestring.core.storages import parts, storages, tensors_in
+from shoestring.quantization.quantized_tensor import QuantizedTensor
 
 OWNER = "_shoestring_offloaded_weights"
 # Storages of fewer bytes stay on the device. Among them are the weights of norms, which the block before may read.
@@ -501,29 +503,30 @@ def _weights_of(
         frozen: dict[int, Tensor] = {}
         trained: dict[int, Tensor] = {}
         for tensor in (*block.parameters(), *block.buffers()):
-            if type(tensor) in (Tensor, nn.Parameter) and _key(tensor) in stacks:
-                continue
             if tensor.requires_grad and not with_trained:
                 continue
             for inner in parts([tensor]):
-                if inner.device.type != "meta" and inner.untyped_storage().nbytes() >= LEAST:
+                if _key(inner) not in stacks and _may_leave(inner):
                     (trained if tensor.requires_grad else frozen)[_key(inner)] = inner
         tensors[name] = (list(frozen.values()), list(trained.values()), list(stacks.values()))
     return tensors
 
 
+def _may_leave(tensor: Tensor) -> bool:
+    return tensor.device.type != "meta" and tensor.untyped_storage().nbytes() >= LEAST
+
+
 def _stacks_of(module: nn.Module) -> list[Tensor]:
-    """Return the frozen parameters of a module of which its forward reads some matrices."""
-    experts = getattr(getattr(module, "config", None), "_experts_implementation", None)
-    if not getattr(module, READS_MATRICES, False) and not (
-        experts == "shoestring" and hasattr(module, "_is_expert_parallel")
-    ):
+    """Return the frozen stacks of a module of which its forward reads some matrices; codes and scales are two stacks."""
+    if not reads_stacks(module):
         return []
     return [
-        p
-        for p in module.parameters(recurse=False)
-        if type(p) is nn.Parameter and p.dim() == 3 and not p.requires_grad and p.is_contiguous()
-        if p.device.type != "meta" and LEAST <= p.nbytes == p.untyped_storage().nbytes()
+        part
+        for _, stack in stacks_of(module)
+        if not stack.requires_grad and type(stack) in (nn.Parameter, QuantizedTensor)
+        for part in parts([stack])
+        if part.dim() > 1 and part.shape[0] == stack.shape[0] and part.is_contiguous()
+        if _may_leave(part) and part.nbytes == part.untyped_storage().nbytes()
     ]
 
 

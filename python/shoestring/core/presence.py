@@ -15,8 +15,6 @@ PRESENT = "_shoestring_weights_present"
 # Attribute of a block with offloaded weights. One hook before its forward and one after it bring the weights and
 # change no tensor.
 BRINGS_WEIGHTS = "_shoestring_brings_weights"
-# Attribute of a module: whether its forward reads its stacks of matrices by moe_experts and grouped_linear alone.
-READS_MATRICES = "_shoestring_reads_matrices"
 
 
 class Presence:

@@ -42,7 +42,7 @@ class Experts(nn.Module):
         ['down_proj', 'gate_up_proj']
     """
 
-    _shoestring_reads_matrices = True  # see core/presence.py
+    _shoestring_reads_stacks = True  # see core/stacks.py
     gate_up_proj_bias: nn.Parameter | None
     down_proj_bias: nn.Parameter | None
 

@@ -21,8 +21,8 @@ class QuantizedTensor(Tensor):
     - 4 bits: the bytes are in the order of bitsandbytes. Blocks are ``block_size`` consecutive elements of
       the flattened tensor. The upper four bits of a byte hold the element with the even index. If
       ``block_size`` divides K, the rows of an (N, K) weight are whole blocks. The codes then have shape (N, K
-      / 2) and the scales (N, K / block_size), and a slice of rows is a quantised tensor too. Otherwise codes
-      and scales are flat.
+      / 2) and the scales (N, K / block_size), and a slice of rows is a quantised tensor too. So are the matrices of
+      a stack (N, ...) of K elements each. Otherwise codes and scales are flat.
     - int8: one code per element and one scale per row, so rows can always be sliced.
 
     FSDP2's ``fully_shard`` can therefore shard a quantised weight by rows. It all-gathers the codes instead of
@@ -95,15 +95,16 @@ class QuantizedTensor(Tensor):
         quant_type: str,
         block_size: int,
     ) -> None:
+        row = math.prod(shape[1:])
         if (
             quant_type != "int8"
-            and len(shape) == 2
-            and shape[1] % block_size == 0
-            and shape[1] > 0
+            and len(shape) > 1
+            and row % block_size == 0
+            and row > 0
             and packed.dim() == 1
         ):
-            packed = packed.view(shape[0], shape[1] // 2)
-            absmax = absmax.view(shape[0], shape[1] // block_size)
+            packed = packed.view(shape[0], row // 2)
+            absmax = absmax.view(shape[0], row // block_size)
         self.packed = packed
         self.absmax = absmax
         self.nested = nested
@@ -384,8 +385,9 @@ def join_rows(slices: Sequence[QuantizedTensor]) -> QuantizedTensor:
 
 
 def _check_rows(q: QuantizedTensor, dim: int, step: int = 1) -> None:
-    if dim % q.dim() or step != 1 or q.packed.dim() != q.dim():
-        form = "flat" if q.packed.dim() != q.dim() else "row-packed"
+    is_flat = q.packed.shape[:1] != q.shape[:1] or q.absmax.shape[:1] != q.shape[:1]
+    if dim % q.dim() or step != 1 or is_flat:
+        form = "flat" if is_flat else "row-packed"
         raise ValueError(
             f"QuantizedTensor: slice: expected consecutive rows of a tensor whose rows are whole blocks, received dimension "
             f"{dim}, step {step}, {form} blocks of {q.block_size}, shape {tuple(q.shape)}"

@@ -283,7 +283,7 @@ def test_errors() -> None:
         ),
         (
             {"target_parameters": ["norm.weight"]},
-            r"expected dense weights of 2 or 3 dimensions, received model.norm.weight",
+            r"expected dense weights of 2 or 3 dimensions or quantised stacks of experts, received model.norm.weight",
         ),
         (
             {"target_parameters": BOTH, "dropout": 0.1},

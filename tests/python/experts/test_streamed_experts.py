@@ -103,6 +103,33 @@ def test_training_has_the_same_bits(
         assert torch.equal(results[1][1][name], value), name
 
 
+@pytest.mark.parametrize(
+    "form", [{"quantize": "nf4", "double_quant": True}, {"quantize": "int4"}, {"quantize": "int8"}], ids=str
+)
+@pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
+def test_quantised_stacks_have_the_same_bits(form: dict[str, Any], transposed: bool, tmp_path: Path) -> None:
+    results = []
+    for away in (False, True):
+        model = Model(bias=True, transposed=transposed)
+        torch.manual_seed(1)
+        shoestring.lora.apply(
+            model, rank=2, target_modules=[], target_parameters=["gate_up_proj", "down_proj"], **form
+        )
+        assert shoestring.count_experts(model) == (DEPTH * EXPERTS, 0)
+        handle = offload_weights(model, f"nvme:{tmp_path}") if away else None
+        if handle is not None:
+            read = [handle.statistics()["fetched"]]
+            with torch.no_grad():
+                for count in (1, 400):
+                    model(tokens(count))
+                    read.append(handle.statistics()["fetched"])
+            assert read[1] - read[0] < read[2] - read[1]
+        results.append(train(model, False, torch.float32))
+    assert results[0][0] == results[1][0]
+    for name, value in results[0][1].items():
+        assert torch.equal(results[1][1][name], value), name
+
+
 def test_only_experts_with_tokens_are_read(tmp_path: Path) -> None:
     model = Model()
     handle = offload_weights(model, f"nvme:{tmp_path}")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shoestring.core.instances import Found, Left
+from shoestring.core.stacks import Reader, readers
 from shoestring.experts.experts_module import ACTIVATIONS
 from shoestring.experts.grouped_experts import gated, grouped_experts
 from shoestring.experts.moe_experts import run_stacks
@@ -145,6 +146,35 @@ def _find_gate(module: Any) -> Gate | None:
     return None
 
 
+def is_experts(module: nn.Module) -> bool:
+    """Return whether transformers can switch the implementation of a module of experts."""
+    return hasattr(module, "_is_expert_parallel")
+
+
+def _reads_stacks(module: nn.Module) -> bool:
+    return getattr(getattr(module, "config", None), "_experts_implementation", None) == NAME
+
+
+def _refusal_of_codes(module: Any) -> str | None:
+    if not _reads_stacks(module):
+        return f"transformers cannot switch the experts implementation of {type(module).__name__}"
+    if not module.has_gate or module.has_post_expert_norm or gate_of(module) is None:
+        return f"moe_experts does not compute the gate or norm of {type(module).__name__}"
+    return None
+
+
+def _switch(model: Any) -> None:
+    """Set the experts implementation of a model to shoestring's, the only one that can read codes."""
+    if not all(_reads_stacks(module) for module in model.modules() if is_experts(module)):
+        for part in model.modules():
+            if hasattr(part, "set_experts_implementation"):
+                part.set_experts_implementation(register_experts())
+                return
+
+
+readers.append(Reader(is_experts, _reads_stacks, _refusal_of_codes, _switch))
+
+
 def use_experts(model: Any, check: Callable[[], object]) -> tuple[list[Found], list[Left]]:
     """Set a model's experts implementation to shoestring's; revert it if the function ``check`` raises.
 
@@ -152,7 +182,7 @@ def use_experts(model: Any, check: Callable[[], object]) -> tuple[list[Found], l
         Two lists: the change (empty if the model has no experts that transformers can switch), and the reason why
         nothing changed if ``check`` raised.
     """
-    if not any(hasattr(module, "_is_expert_parallel") for module in model.modules()):
+    if not any(is_experts(module) for module in model.modules()):
         return [], []
     before, where = model.get_experts_implementation(), type(model).__name__
     undo = functools.partial(model.set_experts_implementation, before)

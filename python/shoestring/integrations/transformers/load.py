@@ -23,17 +23,34 @@ from shoestring.checkpoint.weights import OffloadedWeights, check_place, embeddi
 from shoestring.core.errors import printable
 from shoestring.core.fast_paths import set_fast_paths
 from shoestring.core.remote_code import why_not_loaded
+from shoestring.core.stacks import switch_to_codes
 from shoestring.files.read_file import check_regular, is_integer
-from shoestring.integrations.transformers.reader import Stored, TensorReader, read_config, stored_tensors
+from shoestring.integrations.transformers.conversions import conversions
+from shoestring.integrations.transformers.reader import (
+    Made,
+    Stored,
+    TensorReader,
+    read_config,
+    stored_tensors,
+)
 from shoestring.quantization.quantize_4bit import CODES
+from shoestring.quantization.quantized_keys import keys_of, read_keys
 from shoestring.quantization.quantized_linear_module import (
     QuantizedLinear,
     check_dtype,
     check_form,
     frozen,
     quantize_weight,
-    read_quantized,
 )
+from shoestring.quantization.quantized_stacks import (
+    Stack,
+    dense_stacks,
+    hold_codes,
+    quantize_slabs,
+    split_by_refusal,
+    warn_of_dense,
+)
+from shoestring.quantization.quantized_tensor import QuantizedTensor
 
 METHOD = "load_quantized"
 # Names of fields of config.json that hold a number of layers.
@@ -44,10 +61,6 @@ LAYER_COUNTS = {
 # Up to this many layers or parameters are allowed without a check, since they are built quickly.
 MOST_UNCHECKED = 1000
 MOST_BUFFER = 1 << 31  # maximum size in bytes of a buffer that no file contains
-
-
-class OtherTensorsError(ValueError):
-    """Raised if the files lack tensors of the model's architecture, or contain tensors outside of it."""
 
 
 def load_quantized(
@@ -67,8 +80,10 @@ def load_quantized(
     """Load a transformers causal language model and quantise its linear weights one by one.
 
     transformers builds the model from config.json without memory for its weights. Each tensor is then read
-    from the safetensors files. The weight of a linear layer is quantised directly from the read buffer, so
-    the peak memory is the quantised model and one 16-bit weight. The model is the same as if all weights were
+    from the safetensors files. The weight of a linear layer is quantised directly from the read buffer, and the
+    stacks of experts are quantised expert by expert, so the peak memory is the quantised model and one 16-bit weight.
+    The experts then run by :func:`register_experts`, which reads codes. Files with a tensor for each expert
+    load by the rules of transformers. The model is the same as if all weights were
     loaded in ``dtype`` and then quantised. If the configuration ties two weights, but the files store different
     values for them, both are loaded, and ``tie_word_embeddings`` of the model's configuration becomes False.
 
@@ -86,8 +101,8 @@ def load_quantized(
             instead of 4.5 bits per weight.
         dtype: the dtype of weights that stay dense (embeddings, norms, biases, output head), and the dtype
             that quantised weights represent: fp32, bf16 or fp16.
-        skip_modules: names of linear layers that stay dense, besides the output head: full names, or their
-            endings after a dot.
+        skip_modules: names of linear layers and experts that stay dense, besides the output head: full names, or
+            their endings after a dot. A name of a module of experts or of one of its stacks stands for all its stacks.
         device: the device of the model; tensors are moved there one by one.
         trust_remote_code: whether to run the Python code that ``auto_map`` in the directory's config.json
             names.
@@ -100,8 +115,10 @@ def load_quantized(
             :func:`tile_layers` takes them. The other modules of their blocks leave one by one, too.
 
     Returns:
-        The model in evaluation mode. With ``to``, ``OffloadedWeights.of(model)`` has the statistics. Each linear layer except the output head and ``skip_modules`` is a
-        :class:`shoestring.nn.QuantizedLinear`.
+        The model in evaluation mode. With ``to``, ``OffloadedWeights.of(model)`` has the statistics. Each linear
+        layer except the output head and ``skip_modules`` is a :class:`shoestring.nn.QuantizedLinear`.
+        :func:`count_experts` returns how many experts are quantised. A warning names stacks of experts that stay dense, and
+        why: their gate is none of :func:`moe_experts`, or blocks do not fit.
 
     Raises:
         ValueError: an option is out of range, or the directory does not fit: files are damaged, tensors are
@@ -131,14 +148,23 @@ def load_quantized(
             f"double_quant False, received {quant_type!r}, {block_size!r} and {double_quant!r}"
         )
     model, stored = _model_and_files(folder, dtype, trust_remote_code)
-    layers = _linear_layers(model, skip_modules)
+    switch_to_codes(model)
+    layers, stacks = _to_quantize(model, skip_modules)
     transposed = next((name for name, module in model.named_modules() if is_conv1d(module)), None)
     if transposed is not None:
         raise ValueError(
             f"{METHOD}: {folder}: expected a model whose layers are nn.Linear, received {type(model).__name__}, of which "
             f"{transposed} is a Conv1D. Load it with from_pretrained of transformers; it stays dense"
         )
-    parts = {name: _parts(stored, name) for name in layers} if ready else {}
+    stacks, reasons = split_by_refusal(stacks, quant_type or "nf4", block_size)
+    candidates = [*(f"{name}.weight" for name in layers), *stacks, *reasons] if ready else []
+    parts = {key: keys for key in candidates if (keys := keys_of(stored, key))}
+    if not ready:
+        warn_of_dense(METHOD, reasons)
+    elif other := next((name for name in reasons if name in parts), None):
+        raise ValueError(
+            f"{METHOD}: {folder}: {other}: expected a dense stack, since {reasons[other]}; received codes"
+        )
     tensors = _tensors(model)
     _check_tensors(model, tensors, stored, parts, folder)
     with TensorReader(stored) as reader:
@@ -147,11 +173,20 @@ def load_quantized(
         for names, like in tensors:
             if leaving is not None:
                 leaving.begin(names[0])
-            module_name = names[0].removesuffix(".weight")
-            layer = layers.get(module_name) if len(names) == 1 else None
+            layer = layers.get(names[0].removesuffix(".weight")) if len(names) == 1 else None
+            stack = stacks.get(names[0]) if len(names) == 1 else None
             stored_name = next(name for name in names if name in stored)
-            if parts.get(module_name):
-                _set_codes(layers[module_name], reader, parts[module_name], module_name, dtype, device)
+            if names[0] in parts:
+                codes: Any = _read_codes(reader, parts[names[0]], tuple(like.shape), dtype).to(device, dtype)
+                if stack is not None:
+                    hold_codes(stack, codes)
+                elif layer is not None:
+                    layer.weight = frozen(codes)
+                    _make_quantized(layer)
+            elif stack is not None and not ready:
+                slabs = reader.slabs(stored_name)
+                form = (quant_type or "nf4", block_size, double_quant)
+                hold_codes(stack, quantize_slabs(slabs, like.shape, dtype, device, *form))
             elif layer is not None and not ready:
                 layer.weight = frozen(reader.borrow(stored_name).to(device, dtype))
                 quantize_weight(layer, quant_type or "nf4", block_size, double_quant)
@@ -251,13 +286,13 @@ def load_dense(
 
 def _model_and_files(
     folder: Path, dtype: torch.dtype, trust_remote_code: bool
-) -> tuple[Any, dict[str, Stored]]:
+) -> tuple[Any, dict[str, Stored | Made]]:
     """Build the model on the meta device; return it, and where each of its tensors is stored, by name."""
     refuse_adapter(folder)
     stored = stored_tensors(folder)
     _check_layers(read_config(folder), len(stored), folder)
     model = _skeleton(folder, dtype, len(stored), trust_remote_code)
-    return model, _model_names(model, stored)
+    return model, _by_model_names(model, stored, folder)
 
 
 def refuse_adapter(folder: Path) -> None:
@@ -275,7 +310,7 @@ def _check(quant_type: str | None, block_size: int | None, double_quant: bool, d
 
 
 def _check_layers(fields: dict[str, Any], stored: int, folder: Path) -> None:
-    """Raise OtherTensorsError if config.json has more layers than the files have tensors.
+    """Raise ValueError if config.json has more layers than the files have tensors.
 
     The check runs before transformers builds anything, because a huge number of layers in config.json would
     make transformers create as many modules.
@@ -284,21 +319,21 @@ def _check_layers(fields: dict[str, Any], stored: int, folder: Path) -> None:
         if isinstance(value, dict):
             _check_layers(value, stored, folder)
         elif name in LAYER_COUNTS and is_integer(value) and value > max(stored, MOST_UNCHECKED):
-            raise OtherTensorsError(
+            raise ValueError(
                 f"{METHOD}: {folder}: config.json: {name}: expected at most the {stored} tensors of the weights, received {value}"
             )
 
 
 @contextmanager
 def _at_most(parameters: int) -> Iterator[None]:
-    """Raise OtherTensorsError if a model built in the ``with`` block exceeds ``parameters`` parameters."""
+    """Raise ValueError if a model built in the ``with`` block exceeds ``parameters`` parameters."""
     count = 0
 
     def register(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
         nonlocal count
         count += 1
         if count > parameters:
-            raise OtherTensorsError(f"more than {parameters} parameters, the weights have far fewer tensors")
+            raise ValueError(f"more than {parameters} parameters, the weights have far fewer tensors")
 
     handle = register_module_parameter_registration_hook(register)
     try:
@@ -317,6 +352,7 @@ def _skeleton(folder: Path, dtype: torch.dtype, stored: int, trust_remote_code: 
         )
         with torch.device("meta"), _at_most(4 * stored + MOST_UNCHECKED):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+            _keep_precision(model, dtype)
     except Exception as error:
         raise ValueError(
             f"{METHOD}: {folder}: config.json does not describe a causal language model ({why_not_loaded(error)})"
@@ -329,6 +365,15 @@ def _skeleton(folder: Path, dtype: torch.dtype, stored: int, trust_remote_code: 
         except Exception as error:  # GenerationConfig.from_pretrained may raise any exception
             raise ValueError(f"{where}: cannot be used ({why_not_loaded(error)})") from None
     return model
+
+
+def _keep_precision(model: Any, dtype: torch.dtype) -> None:
+    """Let tensors that transformers keeps in fp32 whatever the dtype of a model be fp32, such as biases of routers."""
+    plan: dict[str, torch.dtype] = getattr(model, "_get_dtype_plan", lambda dtype: {})(dtype)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        for pattern, kept in plan.items():
+            if tensor.is_floating_point() and re.search(rf"(^|\.){pattern.replace('*', '.*')}(\.|$)", name):
+                tensor.data = tensor.data.to(kept)
 
 
 def _quantized_already(folder: Path) -> tuple[str, ...]:
@@ -344,31 +389,51 @@ def _quantized_already(folder: Path) -> tuple[str, ...]:
     return ("int8",) if fields.get("load_in_8bit") else tuple(CODES)
 
 
-def _linear_layers(model: Any, skip_modules: Sequence[str]) -> dict[str, nn.Linear]:
-    """Return the linear layers to quantise, by name."""
+def _to_quantize(model: Any, skip_modules: Sequence[str]) -> tuple[dict[str, nn.Linear], dict[str, Stack]]:
+    """Return the linear layers and the stacks of experts to quantise, by name."""
     head = model.get_output_embeddings()
     layers = {name: m for name, m in model.named_modules() if type(m) is nn.Linear and m is not head}
+    stacks = dense_stacks(model)
     for skip in skip_modules:
         skipped = [name for name in layers if name == skip or name.endswith("." + skip)]
-        if not skipped:
-            raise ValueError(f"{METHOD}: skip_modules: expected names of linear layers, received {skip!r}")
+        skipped_stacks = [
+            name
+            for name in stacks
+            if any(part == skip or part.endswith("." + skip) for part in (name, name.rpartition(".")[0]))
+        ]
+        if not skipped and not skipped_stacks:
+            raise ValueError(
+                f"{METHOD}: skip_modules: expected names of linear layers or experts, received {skip!r}"
+            )
         for name in skipped:
             del layers[name]
-    return layers
+        # All stacks of a module have one format, so all of them stay dense.
+        modules = {stacks[name].module for name in skipped_stacks}
+        stacks = {name: stack for name, stack in stacks.items() if stack.module not in modules}
+    return layers, stacks
 
 
-def _model_names(model: Any, stored: dict[str, Stored]) -> dict[str, Stored]:
-    """Return the tensors in the files by the names that they have in the model.
+def _by_model_names(model: Any, stored: dict[str, Stored], folder: Path) -> dict[str, Stored | Made]:
+    """Return the tensors in the files, or what makes them, by the names that they have in the model.
 
     In files of a base model without output head, the names lack the prefix of the base model.
     """
     prefix = model.base_model_prefix + "."
-    if any(name.startswith(prefix) for name in stored):
-        return stored
-    roots = {name.partition(".")[0] for name in model.state_dict()}
-    return {
-        name if name.partition(".")[0] in roots else prefix + name: tensor for name, tensor in stored.items()
-    }
+    if not any(name.startswith(prefix) for name in stored):
+        roots = {name.partition(".")[0] for name in model.state_dict()}
+        stored = {n if n.partition(".")[0] in roots else prefix + n: tensor for n, tensor in stored.items()}
+    shapes = {name: tensor.shape for name, tensor in stored.items()}
+    names, rules = conversions(model, shapes, f"{METHOD}: {folder}")
+    found: dict[str, Stored | Made] = {}
+    for name, in_model in names.items():
+        if in_model in found:
+            raise ValueError(
+                f"{METHOD}: {folder}: expected one tensor for {in_model}, received {found[in_model].name} and {name}"
+            )
+        found[in_model] = stored[name]
+    for rule in rules:
+        found |= {name: Made(name, shape, rule, stored, model) for name, shape in rule.shapes.items()}
+    return found
 
 
 def _tensors(model: nn.Module) -> list[tuple[list[str], Tensor]]:
@@ -379,34 +444,22 @@ def _tensors(model: nn.Module) -> list[tuple[list[str], Tensor]]:
     return list(groups.values())
 
 
-def _parts(stored: dict[str, Stored], module_name: str) -> list[str]:
-    """Return the names of the tensors in which bitsandbytes saved the quantised weight of a layer.
-
-    The list is empty if the weight is dense.
-    """
-    weight, scales = f"{module_name}.weight", f"{module_name}.SCB"
-    parts = [name for name in stored if name.startswith(weight + ".")]
-    if scales in stored:
-        parts += [name for name in (scales, f"{module_name}.weight_format") if name in stored]
-    return [weight, *parts] if parts else []
-
-
 def _check_tensors(
     model: Any,
     tensors: list[tuple[list[str], Tensor]],
-    stored: dict[str, Stored],
+    stored: Mapping[str, Stored | Made],
     parts: dict[str, list[str]],
     folder: Path,
 ) -> None:
     """Raise unless the files hold exactly the tensors of the model's architecture, in the same shapes."""
     missing = [names[0] for names, _ in tensors if not any(name in stored for name in names)]
     if missing:
-        raise OtherTensorsError(
+        raise ValueError(
             f"{METHOD}: {folder}: {len(missing)} weight(s) of the architecture are missing, the first is {missing[0]}"
         )
     for names, like in tensors:
         for name in names:
-            if name not in stored or parts.get(name.removesuffix(".weight")):
+            if name not in stored or name in parts:
                 continue
             if stored[name].shape != tuple(like.shape):
                 raise ValueError(
@@ -425,7 +478,7 @@ def _check_tensors(
     }
     surplus = [name for name in stored if name not in used and not any(re.search(p, name) for p in known)]
     if surplus:
-        raise OtherTensorsError(
+        raise ValueError(
             f"{METHOD}: {folder}: {len(surplus)} tensor(s) of the weights are not in the architecture, the first is "
             f"{printable(min(surplus))}"
         )
@@ -473,7 +526,7 @@ def _by_values(
 
 def _digest(name: str, dtype: torch.dtype, reader: TensorReader, parts: dict[str, list[str]]) -> bytes:
     """Return a digest of the values of a stored tensor in ``dtype``, or of the parts of a quantised weight."""
-    quantised = parts.get(name.removesuffix(".weight"))
+    quantised = parts.get(name)
     digest = hashlib.sha256()
     for stored in quantised or [name]:
         tensor = reader.borrow(stored)
@@ -483,24 +536,18 @@ def _digest(name: str, dtype: torch.dtype, reader: TensorReader, parts: dict[str
     return digest.digest()
 
 
-def _set_codes(
-    layer: nn.Linear,
-    reader: TensorReader,
-    parts: list[str],
-    name: str,
-    dtype: torch.dtype,
-    device: torch.device | str,
-) -> None:
-    """Give a layer the quantised weight that files hold in several parts."""
-    read = {part: reader.read(part) for part in parts}
-    codes = read_quantized(read, name + ".", (layer.out_features, layer.in_features), dtype)
+def _read_codes(
+    reader: TensorReader, keys: Sequence[str], shape: tuple[int, ...], dtype: torch.dtype
+) -> QuantizedTensor:
+    """Read a quantised weight that files hold in several tensors, of which the first has its name."""
+    key = keys[0]
+    codes = read_keys({name: reader.read(name) for name in keys}, key, shape, dtype, METHOD)
     if codes is None:
         raise ValueError(
-            f"{METHOD}: {name}.weight: expected the tensors that bitsandbytes saves for a quantised weight, "
-            f"received {', '.join(sorted(parts))}"
+            f"{METHOD}: {key}: expected the tensors that bitsandbytes saves for a quantised weight, "
+            f"received {', '.join(sorted(keys))}"
         )
-    layer.weight = frozen(codes.to(device, dtype))
-    _make_quantized(layer)
+    return codes
 
 
 def _make_quantized(layer: nn.Linear) -> None:

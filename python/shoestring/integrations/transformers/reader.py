@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -15,6 +16,7 @@ from torch import Tensor
 from shoestring.core.errors import printable
 from shoestring.files.read_file import read_json, shown
 from shoestring.files.safetensors_file import open_safetensors
+from shoestring.integrations.transformers.conversions import Conversion
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,17 @@ class Stored:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Made:
+    """A tensor of a model that is made of stored tensors by a rule of transformers."""
+
+    name: str
+    shape: tuple[int, ...]
+    conversion: Conversion
+    stored: Mapping[str, Stored]  # the tensors of the files
+    model: Any
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -109,10 +122,11 @@ def _open(file: Path) -> Any:
 class TensorReader:
     """A context manager that reads tensors by name from files, and closes the files at the end."""
 
-    def __init__(self, stored: dict[str, Stored]) -> None:
+    def __init__(self, stored: Mapping[str, Stored | Made]) -> None:
         self.stored = stored
         self._files: dict[Path, Any] = {}
         self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._waiting: dict[str, Tensor] = {}  # made beside others, and not read yet
 
     def __enter__(self) -> TensorReader:
         return self
@@ -121,12 +135,12 @@ class TensorReader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._files.clear()
+        self._waiting.clear()
 
     def read(self, name: str) -> Tensor:
         """Read a tensor into new CPU memory, in the dtype that it has in the file."""
         stored = self.stored[name]
-        tensor: Tensor = self._file(stored).load(stored.name)
-        return tensor
+        return self._make(stored) if isinstance(stored, Made) else self._load(stored)
 
     def borrow(self, name: str) -> Tensor:
         """Read a tensor into a buffer that the next call of ``borrow`` overwrites.
@@ -134,6 +148,8 @@ class TensorReader:
         The reader has a single such buffer, which grows to the size of the largest tensor.
         """
         stored = self.stored[name]
+        if isinstance(stored, Made):
+            return self._make(stored)
         size = math.prod(stored.shape) * stored.dtype.itemsize
         if self._buffer.numel() < size:
             # Free the old buffer before the larger one is allocated.
@@ -142,6 +158,25 @@ class TensorReader:
         tensor = self._buffer[:size].view(stored.dtype).view(stored.shape)
         self._file(stored).load_into(stored.name, tensor)
         return tensor
+
+    def slabs(self, name: str) -> Iterator[Tensor]:
+        """Yield the matrices of a stack one after the other, each of shape (1, ...), or together if a rule needs it."""
+        stored = self.stored[name]
+        if isinstance(stored, Made):
+            yield from stored.conversion.slabs(lambda one: self._load(stored.stored[one]), stored.model)
+            return
+        stack = self._file(stored).map(stored.name)
+        for e in range(stack.shape[0]):
+            yield stack[e : e + 1]
+
+    def _load(self, stored: Stored) -> Tensor:
+        tensor: Tensor = self._file(stored).load(stored.name)
+        return tensor
+
+    def _make(self, made: Made) -> Tensor:
+        if made.name not in self._waiting:
+            self._waiting |= made.conversion.make(lambda one: self._load(made.stored[one]), made.model)
+        return self._waiting.pop(made.name)
 
     def _file(self, stored: Stored) -> Any:
         if stored.file not in self._files:

@@ -10,11 +10,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from shoestring.adapters.adapted import AdaptedLayer
 from shoestring.files.atomic import CONFIG, MODEL_FILES, atomic_directory, exchange_obstacle, is_partial
 from shoestring.files.safetensors_file import save_safetensors
 from shoestring.files.write_file import write_text
 from shoestring.quantization.fake_quantized_linear_module import FakeQuantizedLinear
 from shoestring.quantization.quantized_linear_module import QuantizedLinear
+from shoestring.quantization.quantized_tensor import QuantizedTensor
 
 METHOD = "save_quantized"
 
@@ -117,8 +119,9 @@ def _quantization_config(model: Any) -> dict[str, Any]:
             f"{METHOD}: model: expected linear layers without adapters, received {other}, a {type(linear[other]).__name__}; "
             "save the adapter with lora.save_adapter, or merge it first"
         )
-    quantized = [m for m in linear.values() if isinstance(m, QuantizedLinear)]
-    kinds = sorted({m.weight.quant_type for m in quantized})
+    layers = [m for m in linear.values() if isinstance(m, QuantizedLinear)]
+    quantized = [p for p in model.parameters() if isinstance(p, QuantizedTensor)]
+    kinds = sorted({weight.quant_type for weight in quantized})
     if len(kinds) != 1:
         raise ValueError(
             f"{METHOD}: model: expected QuantizedLinear layers of one quant_type, received {' and '.join(kinds) or 'none'}"
@@ -128,6 +131,12 @@ def _quantization_config(model: Any) -> dict[str, Any]:
             f"{METHOD}: model: expected nf4, fp4 or int8 layers, received int4, which bitsandbytes does not "
             "have; save the state_dict instead"
         )
+    adapted = next((n for n, m in model.named_modules() if isinstance(m, AdaptedLayer)), None)
+    if adapted is not None:
+        raise ValueError(
+            f"{METHOD}: model: expected experts without adapters, received {adapted}; save the adapter with "
+            "lora.save_adapter, or merge it first"
+        )
     dense = [name for name, m in linear.items() if type(m) is nn.Linear]
     config: dict[str, Any] = {
         "quant_method": "bitsandbytes",
@@ -136,8 +145,8 @@ def _quantization_config(model: Any) -> dict[str, Any]:
         "llm_int8_skip_modules": dense,
     }
     if kinds != ["int8"]:
-        weight = quantized[0].weight
-        dtype = quantized[0].compute_dtype or weight.dtype
+        weight = quantized[0]
+        dtype = (layers[0].compute_dtype if layers else None) or weight.dtype
         config |= {
             "bnb_4bit_quant_type": weight.quant_type,
             "bnb_4bit_use_double_quant": weight.nested is not None,

@@ -13,17 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoestring.core.errors import InputError
-from shoestring.core.remote_code import why_not_loaded
 from shoestring.data.batches import IGNORE, packed_arguments
 from shoestring.data.progress import working
 from shoestring.data.tokenizer import quiet_transformers
 from shoestring.integrations.transformers.attention import no_padding
-from shoestring.integrations.transformers.load import (
-    OtherTensorsError,
-    load_dense,
-    load_quantized,
-    refuse_adapter,
-)
+from shoestring.integrations.transformers.load import load_dense, load_quantized, refuse_adapter
 from shoestring.integrations.transformers.reader import read_config, stored_tensors
 from shoestring.training.config import Preset
 from shoestring.training.run.device import CPU
@@ -106,7 +100,6 @@ class ModelDirectory(NamedTuple):
 
     folder: Path
     fields: dict[str, Any]  # the fields of config.json
-    shapes: dict[str, tuple[int, ...]]  # shapes of the stored tensors, by name
 
     @property
     def is_quantized(self) -> bool:
@@ -123,10 +116,10 @@ def check_model_directory(folder: Path) -> ModelDirectory:
     try:
         fields = read_config(folder)
         refuse_adapter(folder)
-        shapes = {name: tensor.shape for name, tensor in stored_tensors(folder).items()}
+        stored_tensors(folder)
     except ValueError as error:
         raise InputError(f"--model {error}") from None
-    return ModelDirectory(folder, fields, shapes)
+    return ModelDirectory(folder, fields)
 
 
 def load_model(
@@ -144,9 +137,7 @@ def load_model(
 
     Tensors are read one by one and copied to ``device``. With ``quantize``, or for a checkpoint that is already
     quantised, each linear weight is quantised as soon as it is read, and the weights of each block then leave
-    for ``to``, as in ``load_quantized``, those of ``tiles`` tile by tile. If the tensor names in the files differ
-    from the model's, so that only transformers can map them, the whole model is loaded into host memory first and
-    stays dense. A dense model stays on the device; ``offload_weights`` may follow. Code in the directory runs only with
+    for ``to``, as in ``load_quantized``, those of ``tiles`` tile by tile. A dense model stays on the device; ``offload_weights`` may follow. Code in the directory runs only with
     ``trust_remote_code``.
     """
     folder, quantized = checked.folder, checked.is_quantized
@@ -158,54 +149,9 @@ def load_model(
                     folder, quant_type=quantize, dtype=dtype, device=device, trust_remote_code=trust_remote_code,
                     to=to, keep=keep, double_quant=double_quant, tiles=tiles,
                 )  # fmt: skip
-            if device != CPU:
-                return load_dense(folder, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
-        except OtherTensorsError as error:
-            if quantized:
-                raise InputError(error) from None
+            return load_dense(folder, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
         except ValueError as error:
             raise InputError(error) from None
-        return _load_with_transformers(folder, dtype, trust_remote_code, checked.shapes).to(device)
-
-
-def _load_with_transformers(
-    folder: Path, dtype: torch.dtype, trust_remote_code: bool, stored_shapes: dict[str, tuple[int, ...]]
-) -> Any:
-    """Load a model into host memory, whose weights transformers maps; ``stored`` has the shapes in the files."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    try:
-        config = AutoConfig.from_pretrained(
-            str(folder), local_files_only=True, trust_remote_code=trust_remote_code
-        )
-        with torch.device("meta"):
-            expected = AutoModelForCausalLM.from_config(
-                config, trust_remote_code=trust_remote_code
-            ).state_dict()
-    except Exception as error:
-        raise InputError(
-            f"{folder}: config.json does not describe a causal language model ({why_not_loaded(error)})"
-        ) from None
-    for key, tensor in expected.items():
-        if key in stored_shapes and stored_shapes[key] != tuple(tensor.shape):
-            raise InputError(
-                f"{folder}: {key} has shape {list(stored_shapes[key])} in the weights, "
-                f"but config.json asks for {list(tensor.shape)}"
-            )
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            str(folder), dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True,
-            trust_remote_code=trust_remote_code,
-        )  # fmt: skip
-        model, info = loaded
-    except Exception as error:
-        raise InputError(f"{folder}: the weights cannot be loaded ({why_not_loaded(error)})") from None
-    missing = sorted(info["missing_keys"])
-    if missing:
-        raise InputError(
-            f"{folder}: {len(missing)} weight(s) of the architecture are missing, the first is {missing[0]}"
-        )
-    return model
 
 
 def device_of(model: nn.Module) -> torch.device:

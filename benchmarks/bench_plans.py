@@ -24,7 +24,7 @@ import shoestring
 from benchmarks.common import Report, arguments
 from shoestring.planning.trial import run_trial
 from shoestring.training.config import PRESETS
-from shoestring.training.run.models import build_llama
+from shoestring.training.run.models import build_preset
 
 BATCH, TOKENS, WORDS = 8, 256, 1000
 BESIDE = 2**24  # bytes that a process may take between two plans
@@ -34,7 +34,7 @@ Example = Callable[[int], Tensor]
 
 
 def llama() -> tuple[nn.Module, Example]:
-    model = build_llama(PRESETS["tiny"], WORDS, TOKENS, 0)
+    model = build_preset(PRESETS["tiny"], WORDS, TOKENS, 0)
 
     def loss(rows: int) -> Tensor:
         tokens = torch.arange(rows * TOKENS).view(rows, TOKENS) % WORDS

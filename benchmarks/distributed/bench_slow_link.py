@@ -25,7 +25,7 @@ from torch import Tensor
 
 import shoestring
 from benchmarks.common import Report, arguments
-from shoestring.training.run.models import Preset, build_llama
+from shoestring.training.run.models import Preset, build_preset
 
 RANKS = 2
 LENGTH = 128
@@ -61,7 +61,7 @@ def worker(rank: int, port: int, optimizer: str, compress: str, steps: int, widt
     held = len(text) // 10
     torch.manual_seed(0)
     shape = Preset(hidden=width, mlp=4 * width, layers=4, heads=4, kv_heads=4, tied=False)
-    model = build_llama(shape, 256, LENGTH, 0)
+    model = build_preset(shape, 256, LENGTH, 0)
     elements = sum(p.numel() for p in model.parameters())
     if compress != "diloco":
         shoestring.parallelize(model, "ddp", compress=None if compress == "none" else compress)

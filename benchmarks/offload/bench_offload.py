@@ -40,7 +40,7 @@ from shoestring import patch
 from shoestring.ops import foreach_norm
 from shoestring.optim import AdamW
 from shoestring.training.config import PRESETS
-from shoestring.training.run.models import build_llama
+from shoestring.training.run.models import build_preset
 
 MAX_NORM = 1.0
 SLOTS = 4  # number of chunks of state that are on the device at once
@@ -287,7 +287,7 @@ def training(device: str, preset: str, tokens: int, repeats: int) -> dict[str, l
         },
     }.items():
         with torch.device(device):
-            model = build_llama(PRESETS[preset], 16384, tokens, 0).bfloat16()
+            model = build_preset(PRESETS[preset], 16384, tokens, 0).bfloat16()
             ids = torch.randint(16384, (1, tokens))
         patch(model)
         opt = AdamW(model.parameters(), state_format="8bit", weight_rounding="remainder", **own)

@@ -42,7 +42,7 @@ from shoestring.training.report.metrics import read_metrics
 from shoestring.training.run.checkpoint import checkpoints, load_checkpoint
 from shoestring.training.run.folder import Run
 from shoestring.training.run.loop import Trainer
-from shoestring.training.run.models import build_llama, fused_loss
+from shoestring.training.run.models import build_preset, fused_loss
 
 BETAS = (0.9, 0.95)
 
@@ -186,7 +186,7 @@ def train(
     run.mkdir(parents=True, exist_ok=True)
     remove_partial(run / "checkpoints")
     torch.manual_seed(seed)
-    model = build_llama(task.shape, task.vocabulary, config.seq_len, end_of_text)
+    model = build_preset(task.shape, task.vocabulary, config.seq_len, end_of_text)
     if variant.weights != "fp32":  # with weights="master", training also starts from values rounded to bf16
         for p in model.parameters():
             p.data = p.data.bfloat16().to(p.dtype if variant.weights == "master" else torch.bfloat16)

@@ -25,7 +25,7 @@ import shoestring
 from benchmarks.common import Report, arguments, copy_probe, interleave, rotate
 from shoestring.cli.demo_data import standard_library
 from shoestring.training.config import Preset
-from shoestring.training.run.models import build_llama
+from shoestring.training.run.models import build_preset
 
 KINDS = ("nf4", "fp4", "int4", "int8")
 COLUMNS = 4096
@@ -151,7 +151,7 @@ def losses(report: Report, options: argparse.Namespace) -> None:
     first, more = (4, 2) if options.quick else (options.steps, options.steps // 3)
     data, held = read_bytes(2_000 if options.quick else 60_000)
     torch.manual_seed(0)
-    start = build_llama(SHAPE, 256, TOKENS, 0)
+    start = build_preset(SHAPE, 256, TOKENS, 0)
     train(start, data, first, 0, 3e-3)
     dense = copy.deepcopy(start)
     train(dense, data, more, first, 1e-3)

@@ -29,13 +29,14 @@ from shoestring.training.run.device import (
     parse_device,
     weight_dtype,
 )
-from shoestring.training.run.models import build_llama, locate_model
+from shoestring.training.run.models import build_preset, locate_model
 from shoestring.training.run.positions import check_positions
 from shoestring.training.run.weights import check_weights_place
 
 # In the JSON, these options describe the model. All other options describe the step.
 MODEL_OPTIONS = (
-    "model", "vocab_size", "full", "rank", "quantize", "double_quant", "target_modules", "trust_remote_code",
+    "model", "vocab_size", "experts", "top_k", "full", "rank", "quantize", "double_quant", "target_modules", "target_parameters",
+    "trust_remote_code",
 )  # fmt: skip
 
 AUTO = (
@@ -63,8 +64,14 @@ def build(config: EstimateConfig) -> nn.Module:
     dtype = weight_dtype(config.weights) if config.rank is None else base_dtype(config.autocast)
     with torch.device("meta"):
         if config.model in PRESETS:
-            model: nn.Module = build_llama(
-                PRESETS[config.model], config.vocab_size, config.seq_len, 0, dtype=dtype
+            model: nn.Module = build_preset(
+                PRESETS[config.model],
+                config.vocab_size,
+                config.seq_len,
+                0,
+                experts=config.experts,
+                top_k=config.experts_of_token(),
+                dtype=dtype,
             )
             return model
         return _from_config(config, dtype)
@@ -79,7 +86,7 @@ def adapt(model: nn.Module, config: EstimateConfig) -> nn.Module:
     model.requires_grad_(False)
     try:
         return lora.apply(
-            model, rank=config.rank, target_modules=config.targets,
+            model, rank=config.rank, target_modules=config.targets, target_parameters=config.parameter_targets,
             quantize=None if config.quantize == "none" else config.quantize, double_quant=config.double_quant,
         )  # fmt: skip
     except ValueError as error:  # raised if a name matches no module, or the rank does not fit

@@ -26,7 +26,7 @@ from shoestring.planning.tiles import tile_lines
 from shoestring.training import memory
 from shoestring.training.config import DENSE, FinetuneConfig, LoopConfig, default_format
 from shoestring.training.optimizers import trained
-from shoestring.training.run.adapters import apply_lora, merge_adapter, save_adapter, trained_to
+from shoestring.training.run.adapters import apply_lora, expert_lines, merge_adapter, save_adapter, trained_to
 from shoestring.training.run.device import base_dtype, weight_dtype
 from shoestring.training.run.digests import file_list, model_files
 from shoestring.training.run.execute import execute as execute_run
@@ -202,6 +202,8 @@ def _build(
         )
     if not config.full:
         model = apply_lora(model, config)
+        for line in [] if config.baseline else expert_lines(model):
+            tell(line)
         trained_to(model, weight_dtype(config.weights))
     return model, fused or plain_loss(model), pack
 

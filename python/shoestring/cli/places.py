@@ -24,7 +24,7 @@ from shoestring.training.run.plan import budget_of
 # Options of fine-tuning that decide the memory of a step.
 SHARED = (
     "seq_len", "weights", "optimizer", "optimizer_state", "optimizer_arg", "step_in_backward", "workspace_mb", "rank",
-    "quantize", "double_quant", "target_modules", "keep", "trust_remote_code",
+    "quantize", "double_quant", "target_modules", "target_parameters", "keep", "trust_remote_code",
 )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""`shoestring train`: train a Llama-architecture model from scratch."""
+"""`shoestring train`: train a model with the Llama architecture, or its mixture of experts, from scratch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shoestring.training.run.digests import file_list
 from shoestring.training.run.execute import execute
 from shoestring.training.run.folder import Run, begun, open_run, prepare_tokens
 from shoestring.training.run.loop import Trainer
-from shoestring.training.run.models import build_llama, fused_loss, plain_loss
+from shoestring.training.run.models import build_preset, fused_loss, parameters_of_token, plain_loss
 
 
 def train(config: TrainConfig, source: Source, out: Path) -> dict[str, Any]:
@@ -54,11 +54,16 @@ def _train(run: Run[TrainConfig], source: Source) -> dict[str, Any]:
         memory.import_models()
         baseline = memory.in_use(run.device)
         torch.manual_seed(config.seed)
-        model = build_llama(
+        model = build_preset(
             PRESETS[config.preset], vocab_size, config.seq_len, tokenizer.eos_token_id,
-            dtype=weight_dtype(config.weights), device=run.device,
+            experts=config.experts, top_k=config.experts_of_token(), dtype=weight_dtype(config.weights), device=run.device,
         )  # fmt: skip
         size = sum(p.numel() for p in model.parameters())
+        if config.experts:
+            say(
+                f"{config.experts} experts in each of {PRESETS[config.preset].layers} layers, {config.experts_of_token()} of a "
+                f"token, which uses {parameters_of_token(model) / 1e6:.1f} M parameters"
+            )
         say(
             f"{size / 1e6:.1f} M parameters, vocabulary {vocab_size}, {len(tokens):,} tokens, {config.steps} steps on "
             f"{run.device}"

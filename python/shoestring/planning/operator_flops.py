@@ -134,6 +134,47 @@ def _lora_backward(of: Arguments, out: Any) -> int:
     )
 
 
+def _expert_sizes(of: Arguments, features: int) -> tuple[int, list[tuple[int, int]]]:
+    """Return the elements of the two matrices of an expert, and those of A and B of each."""
+    gate_up: Tensor = of["gate_up"]
+    if of["gate_up_absmax"] is not None:
+        hidden = of["hidden_features"]
+    else:
+        hidden = gate_up.shape[2 if of["transposed"] else 1] // 2
+    adapters = []
+    for name in ("gate_up", "down"):
+        a, b = of[f"{name}_a"], of[f"{name}_b"]
+        adapters.append((0, 0) if a is None else (a[0].numel(), b[0].numel()))
+    return 3 * hidden * features, adapters
+
+
+def _experts(of: Arguments, out: Any) -> int:
+    weights, adapters = _expert_sizes(of, of["x"].shape[-1])
+    return int(2 * of["index"].numel() * (weights + sum(map(sum, adapters))))
+
+
+def _experts_backward(of: Arguments, out: Any) -> int:
+    """Count the gradients through both matrices, and those of the matrices and adapters that are trained.
+
+    The product of A with its input is computed again. The gradient of the gates' input needs that through down.
+    """
+    weights, ((up_a, up_b), (down_a, down_b)) = _expert_sizes(of, of["grad"].shape[-1])
+    x, weight, up, down, up_bias, _, *of_adapters = map(int, of["output_mask"])
+    through = max(x, weight, up, up_bias, *of_adapters[:2])
+    dense = weights // 3 * (2 * (x + up) + through + down)
+    adapters = 2 * (up_a + up_b + down_a + down_b) + x * up_a + through * down_a
+    return int(2 * of["order"].numel() * (dense + adapters))
+
+
+def _grouped_linear(of: Arguments, out: Any) -> int:
+    slots = (of["x"] if of["rows"] is None else of["rows"]).shape[0]
+    return int(2 * slots * of["weight"][0].numel())
+
+
+def _grouped_linear_backward(of: Arguments, out: Any) -> int:
+    return int(2 * of["grad_out"].shape[0] * of["weight"][0].numel() * sum(map(bool, of["output_mask"][:2])))
+
+
 # The operators of this package that multiply matrices, and one of PyTorch that torch.utils.flop_counter lacks.
 FLOPS: dict[str, Callable[[Arguments, Any], int]] = {
     "shoestring::linear": lambda of, out: 2 * _rows(of["x"]) * of["weight"].numel(),
@@ -151,6 +192,11 @@ FLOPS: dict[str, Callable[[Arguments, Any], int]] = {
     "shoestring::_lora_linear_group_forward": _lora_forward,
     "shoestring::_lora_linear_group_backward": _lora_backward,
     "shoestring::lora_linear_group": _lora_forward,
+    "shoestring::moe_experts": _experts,
+    "shoestring::_moe_experts": _experts,
+    "shoestring::_moe_experts_backward": _experts_backward,
+    "shoestring::grouped_linear": _grouped_linear,
+    "shoestring::_grouped_linear_backward": _grouped_linear_backward,
     "shoestring::attention": lambda of, out: _attention(of, 2),
     "shoestring::attention_with_lse": lambda of, out: _attention(of, 2),
     "shoestring::_attention_forward": lambda of, out: _attention(of, 2),

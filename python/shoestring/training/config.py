@@ -69,6 +69,7 @@ COMPRESS = ("none", "8bit", "4bit", "1bit", "powersgd")
 SCHEDULES = ("constant", "linear", "cosine", "wsd", "flat-cos", "inverse-sqrt")
 MOST_THREADS = max(256, os.cpu_count() or 1)  # a request for tens of thousands of threads kills the process
 QUANTIZE = ("nf4", "int4", "int8", "none")
+MOST_EXPERTS = 2048
 ADAPTER_RANK, FROZEN = 16, "nf4"  # defaults of finetune, which estimate shares
 # Values of model_type of models whose layers are Conv1D of transformers, which cannot be quantised. Their frozen
 # weights are dense by default.
@@ -350,6 +351,13 @@ class AdapterConfig:
     target_modules: Annotated[str, typer.Option(help="all-linear, or names separated by commas.")] = (
         "all-linear"
     )
+    target_parameters: Annotated[
+        str | None,
+        typer.Option(
+            help="Names of stacked weights of experts, separated by commas, that all-linear does not reach, such as "
+            "gate_up_proj,down_proj of gpt-oss."
+        ),
+    ] = None
     offload_weights: Annotated[
         str,
         typer.Option(
@@ -366,9 +374,47 @@ class AdapterConfig:
         """The modules that take adapters: "all-linear", or a list of names."""
         return target_names(self.target_modules)
 
+    @property
+    def parameter_targets(self) -> list[str]:
+        """The names of the stacked weights that take adapters beside the modules."""
+        if self.target_parameters is None:
+            return []
+        names = target_names(self.target_parameters, "--target-parameters", "names")
+        return [names] if isinstance(names, str) else names
+
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(LoopConfig):
+class MixtureConfig:
+    """Options of `train` and `estimate`: the experts in place of the MLPs of a preset."""
+
+    experts: Annotated[
+        int,
+        number(
+            0,
+            MOST_EXPERTS,
+            "0 or more",
+            help="Experts in place of each MLP, each of its size, between which a router chooses; 0 is one MLP for all tokens.",
+        ),
+    ] = 0
+    top_k: Annotated[
+        int | None, number(1, MOST_EXPERTS, help="With --experts: experts of a token; by default 2.")
+    ] = None
+
+    def experts_of_token(self) -> int:
+        """Return the number of experts of a token.
+
+        Raises:
+            InputError: there are fewer experts, or none.
+        """
+        if self.top_k is not None and not self.experts:
+            raise InputError(f"--top-k {self.top_k}: expected --experts with it, got none")
+        if self.top_k is not None and self.top_k > self.experts:
+            raise InputError(f"--top-k: expected 1 to --experts, {self.experts}, got {self.top_k}")
+        return min(2, self.experts) if self.top_k is None else self.top_k
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(LoopConfig, MixtureConfig):
     """Options of `shoestring train`, which trains a model from scratch."""
 
     preset: Annotated[
@@ -382,8 +428,13 @@ class TrainConfig(LoopConfig):
         Path | None, typer.Option(help="Take this tokenizer directory instead of training one.")
     ] = None
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.experts_of_token()
+
     def fixed(self) -> dict[str, Any]:
-        return super().fixed() | {"tokenizer": str(self.tokenizer) if self.tokenizer else None}
+        tokenizer = str(self.tokenizer) if self.tokenizer else None
+        return super().fixed() | {"tokenizer": tokenizer, "top_k": self.experts_of_token()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -424,7 +475,7 @@ class FinetuneConfig(LoopConfig, AdapterConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        target_names(self.target_modules)  # target_names() raises InputError if the option names no module
+        _ = self.targets, self.parameter_targets  # they raise InputError if an option names nothing
         # The int8 layer of bitsandbytes also rounds its input to 8 bits, so it computes a different model
         # than shoestring's int8. bitsandbytes has no int4 layer.
         if self.baseline and self.frozen_format not in (None, "nf4"):
@@ -433,7 +484,7 @@ class FinetuneConfig(LoopConfig, AdapterConfig):
         if self.baseline and self.pack == "fill":
             refuse_together([("--pack fill", "--baseline")])
         if self.full:
-            names = ("rank", "alpha", "target_modules", "merge")
+            names = ("rank", "alpha", "target_modules", "target_parameters", "merge")
             full_conflicts = ["quantize"] if self.quantize not in (None, "none") else []
             full_conflicts += [name for name in names if getattr(self, name) != getattr(FinetuneConfig, name)]
             refuse_together(("--full", f"--{name.replace('_', '-')}") for name in full_conflicts)

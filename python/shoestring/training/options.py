@@ -76,11 +76,13 @@ def _refuse(param: typer.CallbackParam, expected: str, value: Any) -> None:
     raise InputError(f"{param.opts[0]}: expected {expected}, got {received}")
 
 
-def target_names(text: str) -> str | list[str]:
+def target_names(
+    text: str, option: str = "--target-modules", expected: str = "all-linear, or names"
+) -> str | list[str]:
     """Return "all-linear", or the list of the names separated by commas, without surrounding spaces."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names:
-        raise InputError("--target-modules: expected all-linear, or names separated by commas; got none")
+        raise InputError(f"{option}: expected {expected} separated by commas; got none")
     return "all-linear" if names == ["all-linear"] else names
 
 

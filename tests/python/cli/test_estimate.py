@@ -26,7 +26,7 @@ from shoestring.training.estimate.step import Estimate, estimate
 from shoestring.training.optimizers import OPTIMIZERS, build, classes, described, make_optimizers
 from shoestring.training.optimizers import trained as trained_of
 from shoestring.training.options import LOW_RANK
-from shoestring.training.run.models import build_llama, fused_loss
+from shoestring.training.run.models import build_preset, fused_loss
 
 pytestmark = pytest.mark.usefixtures("blank_images")
 
@@ -289,7 +289,7 @@ def test_sums_of_gradients() -> None:
 
 
 def test_muon_steps_the_matrices_between_the_ends() -> None:
-    model = build_llama(Preset(64, 2, 2, 2, 192), 300, 32, 0)
+    model = build_preset(Preset(64, 2, 2, 2, 192), 300, 32, 0)
     matrices, others = (group["params"] for _, [group] in classes(model, "muon"))
     names = {p: name for name, p in model.named_parameters()}
     assert all("layers" in names[p] and p.ndim == 2 for p in matrices)
@@ -302,7 +302,7 @@ def test_muon_steps_the_matrices_between_the_ends() -> None:
 @pytest.mark.parametrize("shape", [Preset(128, 4, 4, 4, 384), Preset(256, 3, 8, 2, 704, tied=False)])
 def test_activations_and_quantised_weights(dtype: torch.dtype, kind: str, shape: Preset) -> None:
     def build() -> nn.Module:
-        return build_llama(shape, 300, 64, 0).to(dtype)
+        return build_preset(shape, 300, 64, 0).to(dtype)
 
     def adapt(model: nn.Module) -> nn.Module:
         if kind == "full":

@@ -23,7 +23,7 @@ from shoestring.training.config import Preset
 from shoestring.training.estimate.config import EstimateConfig
 from shoestring.training.estimate.step import estimate
 from shoestring.training.run import loop
-from shoestring.training.run.models import build_llama, fused_loss
+from shoestring.training.run.models import build_preset, fused_loss
 
 pytestmark = pytest.mark.usefixtures("blank_images")
 
@@ -60,7 +60,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "train", "--data", folder / "text.txt", "--out", folder / "run", *TINY, "--steps", "1", "--baseline"
     )
     torch.manual_seed(0)
-    build_llama(Preset(64, LAYERS, 2, 2, 192), 300, 32, 0).save_pretrained(folder / "run" / "model")
+    build_preset(Preset(64, LAYERS, 2, 2, 192), 300, 32, 0).save_pretrained(folder / "run" / "model")
     (folder / "data.txt").write_text(text(60).upper())
     return folder / "run" / "model"
 
@@ -253,8 +253,8 @@ def test_estimates_are_those_of_a_run(
     )  # fmt: skip
     print(shape, config)
     with torch.device("meta"):
-        found = estimate(adapted(build_llama(shape, 8, 64, 0), kind), config)
-    model = build_llama(shape, 8, 64, 0).train()
+        found = estimate(adapted(build_preset(shape, 8, 64, 0), kind), config)
+    model = build_preset(shape, 8, 64, 0).train()
     loss = fused_loss(model, 64)
     model = adapted(model, kind)
     optimizer = AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, step_in_backward=full)
@@ -290,8 +290,8 @@ def test_estimates_of_tables_are_those_of_a_run(tied: bool, tmp_path: Path) -> N
         model="", offload_weights=f"nvme:{tmp_path}", device="cpu", rank=4, batch_size=2, seq_len=400, workspace_mb=4
     )  # fmt: skip
     with torch.device("meta"):
-        found = estimate(adapted(build_llama(shape, 5000, 400, 0), "lora"), config)
-    model = build_llama(shape, 5000, 400, 0).train()
+        found = estimate(adapted(build_preset(shape, 5000, 400, 0), "lora"), config)
+    model = build_preset(shape, 5000, 400, 0).train()
     loss = fused_loss(model, 4)
     handle = shoestring.offload_weights(adapted(model, "lora"), f"nvme:{tmp_path}")
     tokens = torch.randint(5000, (2, 400))

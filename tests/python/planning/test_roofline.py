@@ -54,6 +54,17 @@ def head(hidden: Tensor, weight: Tensor) -> Tensor:
     )
 
 
+def grouped(x: Tensor, weight: Tensor) -> Tensor:
+    return shoestring.grouped_linear(x, weight, torch.tensor([0, 1, 1, 4, 6], device=x.device))
+
+
+def experts(x: Tensor, gate_up: Tensor, down: Tensor, *of_gate_up: Tensor) -> Tensor:
+    index = torch.zeros(6, 2, dtype=torch.int64, device=x.device)
+    weight = torch.ones(6, 2, device=x.device)
+    lora = shoestring.ExpertLora(*of_gate_up) if of_gate_up else None
+    return shoestring.moe_experts(x, index, weight, gate_up, down, lora=lora)
+
+
 def quantized(x: Tensor, packed: Tensor, absmax: Tensor) -> Tensor:
     codes = packed.detach().to(torch.uint8)
     return torch.ops.shoestring.quantized_linear(x, codes, absmax.detach(), out_features=32)
@@ -141,6 +152,15 @@ COUNTS: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...], int, in
         (X, W, (2, 8), (5, 2)),
         6 * (8 * 5 + 2 * (8 + 5)),
         6 * (8 * 5 + 2 * 2 * (8 + 5)),
+    ),
+    "grouped_linear": (grouped, (X, (4, 5, 8)), 6 * 8 * 5, 2 * 6 * 8 * 5),
+    # 6 tokens with 2 of 4 experts: matrices of 10 x 8 and 8 x 5
+    "moe_experts": (experts, (X, (4, 10, 8), (4, 8, 5)), 12 * 120, 2 * 12 * 120),
+    "frozen moe_experts with LoRA": (
+        lambda x, up, down, *lora: experts(x, up.detach(), down.detach(), *lora),
+        (X, (4, 10, 8), (4, 8, 5), (4, 3, 8), (4, 10, 3)),
+        12 * (120 + 3 * 18),
+        12 * (120 + 2 * 3 * 18 + 3 * 8),
     ),
     "lora_linear_group": (
         lora_group,

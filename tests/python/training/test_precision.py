@@ -23,7 +23,7 @@ from shoestring.training.config import PRESETS, TrainConfig
 from shoestring.training.report.write import write_comparison
 from shoestring.training.run import loop, precision
 from shoestring.training.run.folder import Run
-from shoestring.training.run.models import build_llama, fused_loss
+from shoestring.training.run.models import build_preset, fused_loss
 from shoestring.training.run.precision import Trial, choose_precision, planned_in_precision
 from shoestring.training.run.processes import Processes
 
@@ -50,7 +50,7 @@ def trainer(tmp_path: Path) -> Callable[..., loop.Trainer]:
         config = TrainConfig(**({"seq_len": 32, "batch_size": 4, "steps": 100} | options))
         (tmp_path / "run.json").write_text(json.dumps({"command": "train", "threads": 1, "fingerprint": {}}))
         torch.manual_seed(0)
-        model = build_llama(PRESETS["tiny"], 300, 32, 0)
+        model = build_preset(PRESETS["tiny"], 300, 32, 0)
         tokens = np.random.default_rng(0).integers(0, 300, 32 * 64 + 1).astype(np.uint16)
         data = Blocks(tokens, config.seq_len)
         where = Run(config, "train", tmp_path, fingerprint=config.fixed())

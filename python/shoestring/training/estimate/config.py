@@ -14,6 +14,7 @@ from shoestring.training.config import (
     PRESETS,
     QUANTIZE,
     AdapterConfig,
+    MixtureConfig,
     StepConfig,
     check_double_quant,
 )
@@ -24,7 +25,6 @@ from shoestring.training.options import (
     number,
     one_of,
     refuse_together,
-    target_names,
 )
 
 STRATEGIES = ("auto", "ddp", "zero1", "zero2", "zero3", "hsdp", "diloco", "localsgd")
@@ -95,7 +95,7 @@ class RanksConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EstimateConfig(StepConfig, AdapterConfig, RanksConfig):
+class EstimateConfig(StepConfig, AdapterConfig, MixtureConfig, RanksConfig):
     """The model and the training options that decide the memory of a step.
 
     Without ``rank``, all parameters that require gradients are trained; :meth:`filled` fills in what the commands train.
@@ -128,7 +128,13 @@ class EstimateConfig(StepConfig, AdapterConfig, RanksConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        target_names(self.target_modules)  # target_names() raises InputError if the option names no module
+        self.experts_of_token()
+        if self.experts and self.model not in PRESETS:
+            raise InputError(
+                f"--experts {self.experts}: expected a preset as --model, since other models say in config.json how many they "
+                f"have, got {self.model}"
+            )
+        _ = self.targets, self.parameter_targets  # they raise InputError if an option names nothing
 
     @property
     def processes(self) -> int:

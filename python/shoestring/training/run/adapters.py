@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from shoestring.adapters.experts import LoraExperts
 from shoestring.adapters.targets import is_conv1d, is_linear, refuse_unmatched_targets
 from shoestring.core.errors import InputError
+from shoestring.core.stacks import stacks_of
 from shoestring.training.config import FinetuneConfig
 
 
@@ -28,11 +30,24 @@ def apply_lora(model: nn.Module, config: FinetuneConfig) -> Any:
         from shoestring import lora
 
         return lora.apply(
-            model, rank=config.rank, alpha=config.alpha, target_modules=config.targets, quantize=config.frozen_format,
-            double_quant=config.double_quant,
+            model, rank=config.rank, alpha=config.alpha, target_modules=config.targets,
+            target_parameters=config.parameter_targets, quantize=config.frozen_format, double_quant=config.double_quant,
         )  # fmt: skip
     except ValueError as error:  # raised if a name matches no module, or the rank does not fit
         raise InputError(f"--target-modules {config.targets}, --rank {config.rank}: {error}") from None
+
+
+def expert_lines(model: nn.Module) -> list[str]:
+    """Return a line that says how many experts of a model are quantised, and how many have adapters; none without experts."""
+    from shoestring.quantization.quantized_stacks import count_experts
+
+    count = count_experts(model)
+    total = count.quantized + count.dense
+    if total == 0:
+        return []
+    layers = [dict(stacks_of(m)) for m in model.modules() if isinstance(m, LoraExperts)]
+    adapted = sum(next(iter(stacks.values())).shape[0] for stacks in layers if stacks)
+    return [f"experts: {total}, of which {count.quantized} are quantised and {adapted} have adapters"]
 
 
 def trained_to(model: nn.Module, dtype: torch.dtype) -> None:
@@ -61,6 +76,7 @@ def _plain(model: nn.Module, config: FinetuneConfig) -> nn.Module:
         r=config.rank,
         lora_alpha=config.alpha,  # type: ignore[arg-type]  # PEFT takes any number
         target_modules=targets,
+        target_parameters=config.parameter_targets or None,
         lora_dropout=0.0,
         task_type="CAUSAL_LM",
     )

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoestring.core.errors import InputError
+from shoestring.core.stacks import stacks_of
 from shoestring.data.batches import IGNORE, packed_arguments
 from shoestring.data.progress import working
 from shoestring.data.tokenizer import quiet_transformers
@@ -28,42 +29,71 @@ from shoestring.training.run.weights import weights_errors
 # by ``items``, plus the terms of the model's loss that are no sums over tokens, such as that of a router
 Loss = Callable[..., Tensor]
 
+BALANCE = 0.01  # factor of the loss that balances the experts of a preset, as in the C++ program train_gpt
 # files that are downloaded for a model on the Hub
 WEIGHT_FILES = ["*.safetensors", "*.json", "*.model", "*.jinja", "*.txt"]
 
 
-def build_llama(
+def build_preset(
     preset: Preset,
     vocab_size: int,
     seq_len: int,
     end_of_text: int,
     *,
+    experts: int = 0,
+    top_k: int = 2,
     dtype: torch.dtype = torch.float32,
     device: torch.device | None = None,
 ) -> Any:
-    """Build a randomly initialised Llama on ``device``, by default PyTorch's default device.
+    """Build a randomly initialised Llama on ``device``, by default PyTorch's default device; with experts a Mixtral.
 
+    Each of the experts has the size of the preset's MLP. The loss then has the loss that balances the experts.
     The weights are drawn from the global random generator of the device, so call ``torch.manual_seed`` first.
     """
     from transformers.models.llama.configuration_llama import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaForCausalLM
+    from transformers.models.mixtral.configuration_mixtral import MixtralConfig
+    from transformers.models.mixtral.modeling_mixtral import MixtralForCausalLM
 
     quiet_transformers()
-    config = LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=preset.hidden,
-        intermediate_size=preset.mlp,
-        num_hidden_layers=preset.layers,
-        num_attention_heads=preset.heads,
-        num_key_value_heads=preset.kv_heads,
-        max_position_embeddings=max(seq_len, 2048),
-        tie_word_embeddings=preset.tied,
-        bos_token_id=end_of_text,
-        eos_token_id=end_of_text,
-        pad_token_id=end_of_text,
-    )
+    shape: dict[str, Any] = {
+        "vocab_size": vocab_size,
+        "hidden_size": preset.hidden,
+        "intermediate_size": preset.mlp,
+        "num_hidden_layers": preset.layers,
+        "num_attention_heads": preset.heads,
+        "num_key_value_heads": preset.kv_heads,
+        "max_position_embeddings": max(seq_len, 2048),
+        "tie_word_embeddings": preset.tied,
+        "bos_token_id": end_of_text,
+        "eos_token_id": end_of_text,
+        "pad_token_id": end_of_text,
+    }
     with nullcontext() if device is None else device:
-        return LlamaForCausalLM._from_config(config, dtype=dtype)
+        if not experts:
+            return LlamaForCausalLM._from_config(LlamaConfig(**shape), dtype=dtype)
+        config = MixtralConfig(
+            **shape,
+            num_local_experts=experts,
+            num_experts_per_tok=top_k,
+            sliding_window=None,
+            output_router_logits=True,
+            router_aux_loss_coef=BALANCE,
+        )
+        return MixtralForCausalLM._from_config(config, dtype=dtype)
+
+
+def parameters_of_token(model: Any) -> int:
+    """Return the number of parameters that a token uses: those of a mixture of experts count for its top_k alone."""
+    top_k = getattr(model.config.get_text_config(), "num_experts_per_tok", None)
+    unused = sum(
+        stack.numel() - stack.numel() // stack.shape[0] * min(top_k, stack.shape[0])
+        for module in model.modules()
+        if top_k is not None
+        for _, stack in stacks_of(module)
+    )
+    total: int = sum(p.numel() for p in model.parameters()) - unused
+    return total
 
 
 def locate_model(name: str, trust_remote_code: bool = False, weights: bool = True) -> Path:

@@ -29,6 +29,7 @@ from shoestring.core.host_allocator import (  # noqa: E402
     HostAllocatorStats,
     host_allocator,
 )
+from shoestring.distributed.expert_parallel import ExpertParallelReport, expert_parallel  # noqa: E402
 from shoestring.distributed.parallelize import ParallelReport, parallelize  # noqa: E402
 from shoestring.experts.upcycle import UpcycleReport, upcycle  # noqa: E402
 from shoestring.integrations.quantized_training import (  # noqa: E402
@@ -111,6 +112,7 @@ __all__ = [
     "CheckpointReport",
     "ExpertCount",
     "ExpertLora",
+    "ExpertParallelReport",
     "FastDefaults",
     "HostAllocator",
     "HostAllocatorStats",
@@ -149,6 +151,7 @@ __all__ = [
     "diffusion",
     "distributed",
     "embedding",
+    "expert_parallel",
     "fake_quantize",
     "fast_defaults",
     "find_batch_size",

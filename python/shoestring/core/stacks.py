@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 # Attribute of a module: whether its forward reads its stacks of matrices by moe_experts and grouped_linear alone.
 READS_STACKS = "_shoestring_reads_stacks"
+# Attribute of a module of experts that processes have split: an object with send(x, index, weight) and receive(sent).
+EXCHANGE = "_shoestring_exchange"
 
 
 class Reader(NamedTuple):

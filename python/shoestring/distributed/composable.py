@@ -41,9 +41,14 @@ def is_wrapped(model: nn.Module) -> bool:
 
 
 def replicate(
-    model: nn.Module, hook: Callable[..., Any] | None = None, find_unused: bool = False
+    model: nn.Module,
+    hook: Callable[..., Any] | None = None,
+    find_unused: bool = False,
+    ignored: list[nn.Module] | None = None,
 ) -> Callable[[], None]:
     """Average gradients by DistributedDataParallel without a wrapper; return a function that undoes it.
+
+    Those of the parameters of ``ignored`` modules are left out.
 
     ``hook`` is a communication hook, which averages buckets of gradients. With ``find_unused``, a backward may leave
     parameters without a gradient. A forward raises if a parameter requires gradients that the ranks do not average.
@@ -51,7 +56,8 @@ def replicate(
     from torch.distributed._composable.replicate import replicate as torch_replicate
 
     # The ranks have equal parameters already.
-    torch_replicate(model, gradient_as_bucket_view=True, init_sync=False, find_unused_parameters=find_unused)
+    options: dict[str, Any] = {"init_sync": False, "find_unused_parameters": find_unused}
+    torch_replicate(model, ignored or None, gradient_as_bucket_view=True, **options)
     state: Any = torch_replicate.state(model)
     if hook is not None:
         replicated: Any = model

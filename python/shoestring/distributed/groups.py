@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shoestring._load import LIBRARIES
+from shoestring.core.stacks import EXCHANGE
 
 TIMEOUT = timedelta(minutes=10)  # limit of collectives in groups that this package starts
 
@@ -130,7 +131,7 @@ def plain_tensors(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def broadcast_module(module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """Copy the parameters and buffers of rank 0 to all ranks.
+    """Copy the parameters and buffers of rank 0 to all ranks, but those of experts that the ranks have split.
 
     Args:
         module: the module, with the same parameters and buffers on all ranks.
@@ -147,7 +148,9 @@ def broadcast_module(module: nn.Module, group: dist.ProcessGroup | None = None) 
         >>> dist.destroy_process_group()
     """
     group = group_or_default(group, "broadcast_module")
-    named = chain(module.named_parameters(), module.named_buffers())
+    own = tuple(f"{name}." if name else "" for name, m in module.named_modules() if EXCHANGE in m.__dict__)
+    every = chain(module.named_parameters(), module.named_buffers())
+    named = [(name, tensor) for name, tensor in every if not name.startswith(own)]
     tensors = [item for name, tensor in named for item in plain_tensors(name, tensor)]
     operators()._broadcast_tensors(
         [tensor for _, tensor in tensors], [name for name, _ in tensors], name_of(group), "broadcast_module"

@@ -22,6 +22,7 @@ from shoestring.core.dtensors import is_dtensor
 from shoestring.core.module_argument import check_module
 from shoestring.core.process_memory import spare_bytes
 from shoestring.core.save_pretrained import watch
+from shoestring.core.stacks import EXCHANGE
 from shoestring.distributed.groups import (
     backends,
     broadcast_module,
@@ -214,6 +215,9 @@ def parallelize(
     "hsdp" send are not compressed. A checkpoint has no residuals, so a resumed run loses what its last step has left
     out. In one process nothing is sent or compressed.
 
+    Of a model whose experts :func:`expert_parallel` has split, "ddp" averages the gradients of the other parameters.
+    The other strategies refuse it.
+
     ``offload`` says where "zero3" and "hsdp" keep the parts of a rank; a gathered block is on the device of the
     model. The other strategies keep whole weights; give ``offload`` to the optimizer there.
 
@@ -304,6 +308,14 @@ def parallelize(
         strategy, reason = "zero3", "offload needs split weights"
     elif strategy == "auto":
         strategy, reason = choose(model, ranks, compress)
+    if split_experts(model):
+        if reason:
+            strategy, reason = "ddp", "the processes have split the experts"
+        if strategy != "ddp":
+            _refuse(
+                "strategy", "'ddp' for a model whose experts the processes have split", f"{strategy!r}, which splits weights or "
+                "steps, too"
+            )  # fmt: skip
     _check_together(strategy, compress, find_unused)
     grid = _mesh(model, strategy, mesh, ranks)
     split = grid.size(grid.ndim - 1) if grid is not None else ranks
@@ -326,6 +338,11 @@ def parallelize(
         report.undo()
         raise
     return report
+
+
+def split_experts(model: nn.Module) -> list[nn.Module]:
+    """Return the modules of experts that the processes have split (``expert_parallel``)."""
+    return [module for module in model.modules() if EXCHANGE in module.__dict__]
 
 
 def _start_group(model: nn.Module) -> None:
@@ -373,7 +390,7 @@ def _apply(
             hook = hooks.powersgd_hook(group)
         elif compress is not None:
             hook = hooks.all_reduce_hook(hooks.compressor(group, compress))
-        report._undo.append(composable.replicate(model, hook, find_unused))
+        report._undo.append(composable.replicate(model, hook, find_unused, split_experts(model)))
     if report.strategy != "ddp":
         report._undo.append(_split_steps(model, report, find_unused))
     report._undo.append(composable.share_statistics(model, group, lambda: report._sends))

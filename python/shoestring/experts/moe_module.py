@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from shoestring.blocks.gated_mlp import GatedMLP
+from shoestring.core.stacks import EXCHANGE
 from shoestring.experts.experts_module import Experts
 from shoestring.experts.moe_route import MoeRoute
 from shoestring.experts.router_module import Router
@@ -110,7 +111,10 @@ class MoE(nn.Module):
             The output, with the shape of x, and the route, whose ``balance`` and ``z`` may be added to the loss.
         """
         route = self.router(x, mask)
-        y = self.experts(x, route.index, route.weight)
-        if self.shared is not None:
-            y = y + self.shared(x)
-        return y, route
+        exchange = getattr(self.experts, EXCHANGE, None)
+        if exchange is None or self.shared is None:
+            y = self.experts(x, route.index, route.weight)
+            return (y if self.shared is None else y + self.shared(x)), route
+        sent = exchange.send(x, route.index, route.weight)
+        shared = self.shared(x)  # while the tokens travel
+        return exchange.receive(sent) + shared, route

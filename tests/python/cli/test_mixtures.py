@@ -154,3 +154,9 @@ def test_the_parameters_of_a_token() -> None:
     assert parameters_of_token(dense) == sum(p.numel() for p in dense.parameters())
     # one more MLP in each of two layers, and a router of 8 rows
     assert parameters_of_token(mixture) == parameters_of_token(dense) + 2 * (mlp + 8 * 64)
+
+
+def test_the_lines_of_a_patch_name_what_is_left_of_a_mixture() -> None:
+    told: list[str] = []
+    fused_loss(build_preset(Preset(64, 2, 2, 2, 192), 300, 32, 0, experts=4), 64, told.append)
+    assert "experts of shoestring" in told[0] and "left to PyTorch: 2 x MixtralTopKRouter" == told[1]

@@ -1,6 +1,7 @@
 """shoestring.patch fuses the norms of query and key heads with the rotary embedding that follows them."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -159,3 +160,18 @@ def test_joined_head_norms_elsewhere(name: str) -> None:
         each.train()(**batch_of(ids)).loss.backward()
     ours, expected = (each.model.layers[0].self_attn.q_norm.weight.grad for each in (model, plain))
     torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["Qwen3", "Qwen3Moe"])
+@pytest.mark.usefixtures("small_weights_leave")
+def test_head_norms_of_weights_that_are_away(name: str, tmp_path: Path) -> None:
+    """The trial of the fused norms read weights that were in a file, failed, and left the norms alone."""
+    here = make(name).requires_grad_(False)
+    away = copy.deepcopy(here)
+    handle = shoestring.offload_weights(away, f"nvme:{tmp_path}")
+    reports = [shoestring.patch(model, logits=False) for model in (here, away)]
+    changes = [[(change.where, change.what) for change in report.changes] for report in reports]
+    assert changes[0] == changes[1]
+    ids = batch()["input_ids"]
+    losses = [model(input_ids=ids, labels=ids).loss for model in (here, away)]
+    assert torch.equal(losses[0], losses[1]) and handle.statistics()["fetched"] > 0

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shoestring.core.instances import Found, Left, derive
+from shoestring.core.presence import weights_present
 
 # Name of a method of a fused RMSNorm. For an input x, the method returns the options with which `rope` also
 # computes the norm of x, or None if `rope` cannot compute the norm.
@@ -172,7 +173,7 @@ def _result(module: nn.Module, call: tuple[Any, dict[str, Any]] | None) -> Tenso
     training = module.training
     module.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), weights_present(module):
             out = module(*call[0], **call[1])
         result: Tensor | None = out[0] if isinstance(out, tuple) else out
         return result

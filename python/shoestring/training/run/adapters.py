@@ -34,7 +34,10 @@ def apply_lora(model: nn.Module, config: FinetuneConfig) -> Any:
             target_parameters=config.parameter_targets, quantize=config.frozen_format, double_quant=config.double_quant,
         )  # fmt: skip
     except ValueError as error:  # raised if a name matches no module, or the rank does not fit
-        raise InputError(f"--target-modules {config.targets}, --rank {config.rank}: {error}") from None
+        parameters = f", --target-parameters {config.target_parameters}" if config.parameter_targets else ""
+        raise InputError(
+            f"--target-modules {config.targets}{parameters}, --rank {config.rank}: {error}"
+        ) from None
 
 
 def expert_lines(model: nn.Module) -> list[str]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from shoestring.checkpoint.blocks import listed_blocks
+from shoestring.core.stacks import reads_stacks
 from shoestring.integrations.transformers.names import uses
 
 if TYPE_CHECKING:
@@ -55,11 +56,21 @@ def _unchanged(model: nn.Module, report: PatchReport) -> Iterator[tuple[str, str
 
 
 def _parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the parts of blocks that compute: their children with modules or matrices inside, and their experts."""
+    """Yield the parts of blocks that compute: their children with matrices inside, and experts that are PyTorch's."""
     for name, block in listed_blocks(model).items():
         for part, module in block.named_children():
-            if any(parameter.ndim > 1 for parameter in module.parameters()):
-                yield f"{name}.{part}", module
-            for inner, submodule in module.named_modules():
-                if inner and type(submodule).__name__.endswith("Experts"):
-                    yield f"{name}.{part}.{inner}", submodule
+            yield from _with_matrices(f"{name}.{part}", module)
+
+
+def _with_matrices(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield a module with matrices; of one with experts, what it has besides experts that our operators compute."""
+    if reads_stacks(module) or not any(parameter.ndim > 1 for parameter in module.parameters()):
+        return
+    if any(reads_stacks(inner) for inner in module.modules()):
+        for child, inner in module.named_children():
+            yield from _with_matrices(f"{name}.{child}", inner)
+        return
+    yield name, module
+    for inner_name, inner in module.named_modules():
+        if inner_name and type(inner).__name__.endswith("Experts"):
+            yield f"{name}.{inner_name}", inner

@@ -17,6 +17,7 @@ from shoestring.adapters.files import CONFIG, WEIGHTS, read_config, read_weights
 from shoestring.adapters.initialize import take_out
 from shoestring.adapters.kinds import expert_classes, layer_class
 from shoestring.adapters.linear import LoraLinear
+from shoestring.adapters.moe import stack_experts
 from shoestring.adapters.options import (
     LoraOptions,
     Options,
@@ -75,6 +76,9 @@ def load_adapter(
     file. A file of PEFT says less: the class or architecture of the base, the shapes of the layers, and
     target_modules, of which each module must have values. Quantised weights are not compared.
 
+    An adapter that PEFT trained on transformers 4 has a LoRA for each layer of each expert of Mixtral, Qwen3-MoE and the
+    like. It becomes the LoRA of the stacks of transformers 5, with the same product.
+
     A PEFT adapter with ``init_lora_weights`` "pissa" or "olora" that was not converted changes the weights of the
     base, as in PEFT. Rows that ``resize_token_embeddings`` had added to the embedding and the output
     layer are loaded into the model, whose vocabulary must have the same size.
@@ -121,6 +125,8 @@ def load_adapter(
         _check_sizes(model, config.fields, options, f"lora.load_adapter: {folder / CONFIG}")
         _load_tokens(model, tensors, options, adapter_name, where)
         return model
+    if isinstance(options, LoraOptions):
+        tensors, options = stack_experts(model, tensors, options, where)
     content = _sort(model, tensors, options, where)
     plan = _plan(model, content, options, where)
     if not any_base:

@@ -2,17 +2,22 @@
 
 transformers 5 stacks the experts' linear layers into two parameters, gate_up_proj and down_proj, and makes
 the router a module with a parameter. PEFT accepts the former names of these layers in target_modules, and
-counts the layers among "all-linear". Adapters that were configured for transformers 4 therefore stay the same.
+counts the layers among "all-linear". Adapters that were configured for transformers 4 therefore stay the same, and files
+of them are loaded.
 """
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from shoestring.adapters.options import LoraOptions
 from shoestring.adapters.targets import all_linear, base_modules, matches
 
+EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.(lora_[AB])\.weight")
+FORMER_BLOCK = ".block_sparse_moe."  # in transformers 4, the mixture of Mixtral; now "mlp"
 # Names of the layers of an expert that are now stacked: gate and up, which share one parameter, and down.
 FAMILIES = {"mixtral": ("w1", "w3", "w2"), "qwen2_moe": ("gate_proj", "up_proj", "down_proj")}
 ROUTER, GATE_UP, DOWN = "gate.weight", "gate_up_proj", "down_proj"
@@ -97,3 +102,63 @@ def _last_names(model: nn.Module, pattern: str, stacked: dict[str, str]) -> list
             f"match {partly[0]}; give names and layers_to_transform"
         )
     return last_names
+
+
+def stack_experts(
+    model: nn.Module, tensors: Mapping[str, Tensor], options: LoraOptions, where: str
+) -> tuple[dict[str, Tensor], LoraOptions]:
+    """Return an adapter of transformers 4, which has a LoRA for each layer of each expert, in the form of stacks.
+
+    The LoRA of gate and up become one: the rows of A one below the other, and B block by block.
+
+    Args:
+        tensors: the tensors of the adapter, by name. Others are returned as they are.
+        options: the options in the file.
+        where: what begins errors.
+
+    Raises:
+        ValueError: a layer of an expert is missing, or the layers have different shapes.
+    """
+    kind = family(model)
+    if kind is None or not any(EXPERT.fullmatch(key) for key in tensors):
+        return dict(tensors), options
+    gate, up, down = FAMILIES[kind]
+    result: dict[str, Tensor] = {}
+    found: dict[str, dict[tuple[int, str, str], Tensor]] = {}
+    for key, value in tensors.items():
+        key = key.replace(FORMER_BLOCK, ".mlp.") if kind == "mixtral" else key
+        match = EXPERT.fullmatch(key)
+        if match is None:
+            result[key] = value
+        else:
+            module, number, layer, letter = match.groups()
+            found.setdefault(module, {})[int(number), layer, letter] = value
+    for module, parts in found.items():
+        layers = {layer for _, layer, _ in parts}
+        experts = 1 + max(number for number, _, _ in parts)
+        groups = {key: of for key, of in ((GATE_UP, (gate, up)), (DOWN, (down,))) if layers & {*of}}
+        expected = {
+            (e, layer, f"lora_{x}")
+            for e in range(experts)
+            for of in groups.values()
+            for layer in of
+            for x in "AB"
+        }
+        if expected != parts.keys():
+            number, layer, letter = min(expected ^ parts.keys())
+            raise ValueError(
+                f"{where}: {module}: expected {letter} of {layer} of each of {experts} experts, and no other layers, received "
+                f"{'none' if (number, layer, letter) in expected else 'one'} of expert {number}"
+            )
+        for depth, (_, of) in enumerate(reversed(groups.items())):
+            prefix = f"{module}.{'base_layer.' * depth}"
+            try:
+                a = [torch.cat([parts[e, layer, "lora_A"] for layer in of]) for e in range(experts)]
+                b = [torch.block_diag(*(parts[e, layer, "lora_B"] for layer in of)) for e in range(experts)]
+                result[f"{prefix}lora_A.weight"] = torch.cat(a)
+                result[f"{prefix}lora_B.weight"] = torch.stack(b, -1).flatten(1)  # (out, rank * experts)
+            except RuntimeError:
+                raise ValueError(
+                    f"{where}: {module}: expected the same shapes for all experts, received others"
+                ) from None
+    return result, with_experts(model, options)

@@ -139,3 +139,96 @@ def test_errors() -> None:
     ]:
         with pytest.raises(ValueError, match=message):
             lora.apply(build(), rank=2, **options)
+
+
+FORMER = {
+    "Mixtral": ("block_sparse_moe", ("w1", "w3", "w2")),
+    "Qwen3Moe": ("mlp", ("gate_proj", "up_proj", "down_proj")),
+}
+
+
+def former_file(
+    kind: str, folder: Path, layers: tuple[str, ...], rslora: bool = False
+) -> dict[str, torch.Tensor]:
+    """Write an adapter as PEFT did with transformers 4: LoRA of each layer of each expert."""
+    from safetensors.torch import save_file
+
+    block, names = FORMER[kind]
+    hidden, features = (48, 32) if kind == "Mixtral" else (24, 32)
+    shapes = dict(zip(names, ((hidden, features), (hidden, features), (features, hidden)), strict=True))
+    generator = torch.Generator().manual_seed(3)
+    tensors = {}
+    blocks = (0, 1) if kind == "Mixtral" else (0,)
+    for i in blocks:
+        for e in range(4):
+            for layer in layers:
+                out, features_in = shapes[layer]
+                key = f"base_model.model.model.layers.{i}.{block}.experts.{e}.{layer}"
+                tensors[f"{key}.lora_A.weight"] = torch.randn(2, features_in, generator=generator)
+                tensors[f"{key}.lora_B.weight"] = torch.randn(out, 2, generator=generator)
+    q = "base_model.model.model.layers.{}.self_attn.q_proj.lora_{}.weight"
+    for i in (0, 1):
+        tensors[q.format(i, "A")] = torch.randn(2, 32, generator=generator)
+        tensors[q.format(i, "B")] = torch.randn(32, 2, generator=generator)
+    folder.mkdir(exist_ok=True)
+    save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
+    config = peft.LoraConfig(r=2, lora_alpha=3, target_modules=["q_proj", *layers], use_rslora=rslora)
+    config.save_pretrained(folder)
+    return tensors
+
+
+@pytest.mark.parametrize("kind", FORMER)
+@pytest.mark.parametrize("which", ["all", "down"])
+def test_files_of_transformers_4_load(kind: str, which: str, tmp_path: Path) -> None:
+    gate, up, down = FORMER[kind][1]
+    layers = (gate, up, down) if which == "all" else (down,)
+    tensors = former_file(kind, tmp_path, layers)
+    expected = build(kind)
+    with torch.no_grad():
+        for key in tensors:
+            if not key.endswith("lora_A.weight"):
+                continue
+            change = 1.5 * tensors[key.replace("lora_A", "lora_B")] @ tensors[key]
+            name = (
+                key.removeprefix("base_model.model.")
+                .removesuffix(".lora_A.weight")
+                .replace("block_sparse_moe", "mlp")
+            )
+            if "experts" not in name:
+                expected.get_parameter(f"{name}.weight").add_(change)
+                continue
+            module, expert, layer = name.rsplit(".", 2)
+            stack = expected.get_parameter(f"{module}.{'down_proj' if layer == down else 'gate_up_proj'}")
+            half = stack.shape[1] // 2
+            rows = {gate: slice(half), up: slice(half, None), down: slice(None)}[layer]
+            stack[int(expert), rows].add_(change)
+    ours = lora.load_adapter(build(kind), tmp_path)
+    assert (logits(ours) - logits(expected)).abs().max() <= 1e-4 * logits(expected).abs().max()
+    if which == "all":  # PEFT itself converts both layers of gate_up alone
+        theirs = peft.PeftModel.from_pretrained(build(kind), tmp_path).eval()
+        assert (logits(ours) - logits(theirs)).abs().max() <= 1e-4 * logits(expected).abs().max()
+    # What is saved again has the stacks.
+    lora.save_adapter(ours, tmp_path / "again")
+    assert torch.equal(logits(lora.load_adapter(build(kind), tmp_path / "again")), logits(ours))
+
+
+def test_files_of_transformers_4_that_lack_an_expert(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    former_file("Mixtral", tmp_path, ("w1", "w3", "w2"))
+    file, key = (
+        tmp_path / "adapter_model.safetensors",
+        "base_model.model.model.layers.1.block_sparse_moe.experts.2.w3.lora_B.weight",
+    )
+    tensors = load_file(file)
+    removed = tensors.pop(key)
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(
+        ValueError, match=r"experts: expected lora_B of w3 of each of 4 experts, .* received none of expert 2"
+    ):
+        lora.load_adapter(build(), tmp_path)
+    save_file(tensors | {key: removed[:3].clone()}, file, {"format": "pt"})
+    with pytest.raises(
+        ValueError, match=r"experts: expected the same shapes for all experts, received others"
+    ):
+        lora.load_adapter(build(), tmp_path)

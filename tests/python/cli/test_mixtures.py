@@ -159,4 +159,4 @@ def test_the_parameters_of_a_token() -> None:
 def test_the_lines_of_a_patch_name_what_is_left_of_a_mixture() -> None:
     told: list[str] = []
     fused_loss(build_preset(Preset(64, 2, 2, 2, 192), 300, 32, 0, experts=4), 64, told.append)
-    assert "experts of shoestring" in told[0] and "left to PyTorch: 2 x MixtralTopKRouter" == told[1]
+    assert "experts of shoestring" in told[0] and told[1] == "left to PyTorch: 2 x MixtralTopKRouter"

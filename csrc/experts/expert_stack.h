@@ -47,6 +47,8 @@ class ExpertUpdate {
   ExpertUpdate(const std::optional<at::Tensor>& a, const std::optional<at::Tensor>& b, double scaling,
                at::ScalarType compute);
 
+  bool defined() const { return rank_ > 0; }
+
   /// Returns scaling * in A^T (slots, rank), in the dtype of sums, and the term of its product with B^T.
   at::Tensor low(const gemm::Slots& in, c10::ArrayRef<int64_t> offsets) const;
   gemm::SlotTerm forward(const at::Tensor& low) const { return {low, b_.forward()}; }

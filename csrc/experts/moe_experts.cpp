@@ -26,6 +26,7 @@
 #include "experts/slots.h"
 #include "gemm/products.h"
 #include "gemm/skinny_gemm_table.h"
+#include "layers/seeded_dropout.h"
 
 namespace shoestring::experts {
 
@@ -168,6 +169,14 @@ void ExpertArguments::check() const {
   if (down_bias.has_value()) fits("down_bias", *down_bias, {experts, features});
   check_update("gate_up", updates.gate_up_a, updates.gate_up_b, experts, features, both);
   check_update("down", updates.down_a, updates.down_b, experts, hidden, features);
+  layers::check_dropout(kMoeExpertsOp, updates.dropout, updates.seed, x.device());
+  TORCH_CHECK(updates.dropout == 0 || updates.gate_up_a.has_value() || updates.down_a.has_value(),
+              kMoeExpertsOp, ": dropout: expected 0 without LoRA, received ", updates.dropout);
+}
+
+Tensor ExpertUpdates::dropped(Backend backend, const Tensor& rows, bool is_down) const {
+  if (dropout == 0) return rows;
+  return layers::drop(backend, rows, is_down ? seed->add(1) : *seed, dropout);
 }
 
 ExpertSlots ExpertArguments::sorted() const {
@@ -276,6 +285,13 @@ Tensor gate_rows_backward(const Gate& gate, const Tensor& h, const Tensor& scale
   return along;
 }
 
+// Returns the rows that A of an update reads, which are `rows` without dropout.
+gemm::Slots dropped_slots(const ExpertUpdates& updates, const ExpertUpdate& update, gemm::Slots rows,
+                          bool is_down) {
+  if (update.defined()) rows.matrix = updates.dropped(Backend::kCpu, rows.matrix, is_down);
+  return rows;
+}
+
 // ---- the operators on the CPU
 
 ExpertResults experts_cpu(const ExpertArguments& arguments) {
@@ -294,15 +310,18 @@ ExpertResults experts_cpu(const ExpertArguments& arguments) {
   const gemm::Slots inputs{gatherable(x, compute), numbers(tokens.rows), true};
   const Tensor h = in_huge_pages(at::empty({order.size(0), 2 * weights.hidden}, x.options()));
   gate_up.wait();
+  const auto low = [&](const ExpertUpdate& update, const gemm::Slots& rows, bool is_down) {
+    return update.low(dropped_slots(arguments.updates, update, rows, is_down), bounds);
+  };
   gemm::multiply_slots(compute, h, inputs, bounds, weights.gate_up.forward(), bias(arguments.gate_up_bias),
-                       weights.gate_up_update.forward(weights.gate_up_update.low(inputs, bounds)));
+                       weights.gate_up_update.forward(low(weights.gate_up_update, inputs, false)));
   const Tensor a = in_huge_pages(at::empty({order.size(0), weights.hidden}, x.options()));
   gate_rows(arguments.options.gate(), h, bounds.back(), a);
   const Tensor out = in_huge_pages(at::empty(x.sizes(), x.options()));
   down.wait();
   gemm::sum_slots(compute, out, a, numbers(tokens.rows), bounds, weights.down.forward(),
                   bias(arguments.down_bias), tokens.scale,
-                  weights.down_update.forward(weights.down_update.low({a}, bounds)));
+                  weights.down_update.forward(low(weights.down_update, {a}, true)));
   return {out.view(arguments.x.sizes()), h, order, offsets};
 }
 
@@ -364,8 +383,16 @@ ExpertGradients experts_backward_cpu(const ExpertBackward& arguments) {
                grad_h = in_huge_pages(at::empty_like(h));
   down.wait();
   const Tensor grad_low_down = down_update.grad_low(upstream, offsets);
+  const ExpertUpdates& updates = arguments.updates;
+  const bool drops =
+      updates.dropout > 0;  // the products with A have masks then, so they are added afterwards
   gemm::multiply_slots(compute, a, upstream, offsets, weights.down.backward(), {},
-                       down_update.backward(grad_low_down));
+                       drops ? gemm::SlotTerm() : down_update.backward(grad_low_down));
+  if (drops && down_update.defined()) {
+    const Tensor added = at::empty_like(a);
+    gemm::multiply_slots(compute, added, {grad_low_down}, offsets, down_update.backward({}).b);
+    a.add_(updates.dropped(Backend::kCpu, added, /*is_down=*/true));
+  }
   const Tensor along =
       gate_rows_backward(arguments.options.gate(), h, tokens.scale, offsets.back(), a, grad_h);
   if (wants[kGradWeight]) {
@@ -388,21 +415,27 @@ ExpertGradients experts_backward_cpu(const ExpertBackward& arguments) {
     gradients.all[kGradDownBias] = sum_by_expert(grad, offsets, numbers(tokens.rows), tokens.scale);
   if (wants[kGradGateUp]) gradients.all[kGradGateUp] = of_stack(arguments.gate_up, inputs, {grad_h});
   if (wants[kGradGateUpBias]) gradients.all[kGradGateUpBias] = sum_by_expert(grad_h, offsets);
-  const auto& updates = arguments.updates;
-  if (wants[kGradDownA]) gradients.all[kGradDownA] = by_expert(*updates.down_a, {grad_low_down}, {a});
+  const gemm::Slots low_in = dropped_slots(updates, gate_up_update, inputs, /*is_down=*/false);
+  const gemm::Slots low_a = dropped_slots(updates, down_update, {a}, /*is_down=*/true);
+  if (wants[kGradDownA]) gradients.all[kGradDownA] = by_expert(*updates.down_a, {grad_low_down}, low_a);
   if (wants[kGradDownB])
-    gradients.all[kGradDownB] = by_expert(*updates.down_b, upstream, {down_update.low({a}, offsets)});
+    gradients.all[kGradDownB] = by_expert(*updates.down_b, upstream, {down_update.low(low_a, offsets)});
   gate_up.wait();
   if (wants[kGradGateUpB])
     gradients.all[kGradGateUpB] =
-        by_expert(*updates.gate_up_b, {grad_h}, {gate_up_update.low(inputs, offsets)});
+        by_expert(*updates.gate_up_b, {grad_h}, {gate_up_update.low(low_in, offsets)});
   if (!wants[kGradX] && !wants[kGradGateUpA]) return gradients;
   const Tensor grad_low = gate_up_update.grad_low({grad_h}, offsets);
-  if (wants[kGradGateUpA]) gradients.all[kGradGateUpA] = by_expert(*updates.gate_up_a, {grad_low}, inputs);
+  if (wants[kGradGateUpA]) gradients.all[kGradGateUpA] = by_expert(*updates.gate_up_a, {grad_low}, low_in);
   if (wants[kGradX]) {
     const Tensor grad_x = in_huge_pages(at::empty(x.sizes(), x.options()));
     gemm::sum_slots(compute, grad_x, grad_h, numbers(tokens.rows), offsets, weights.gate_up.backward(), {},
-                    {}, gate_up_update.backward(grad_low));
+                    {}, drops ? gemm::SlotTerm() : gate_up_update.backward(grad_low));
+    if (drops && gate_up_update.defined()) {
+      const Tensor added = at::empty_like(grad_x);
+      gemm::sum_slots(compute, added, grad_low, numbers(tokens.rows), offsets, gate_up_update.backward({}).b);
+      grad_x.add_(updates.dropped(Backend::kCpu, added, /*is_down=*/false));
+    }
     gradients.all[kGradX] = grad_x.view(arguments.x.sizes());
   }
   return gradients;
@@ -460,7 +493,8 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
   // matrix of an expert is a number of whole blocks. For 'int8', a row shares a scale, whatever block_size.
   // - gate_up_a (experts, rank, features) and gate_up_b (experts, 2 hidden, rank), down_a (experts, rank,
   // hidden) and down_b (experts, features, rank): scaling * b_e a_e is added to the weight of expert e,
-  // without computing the product of b_e and a_e.
+  // without computing the product of b_e and a_e. With dropout, a reads rows of which each element is dropped
+  // with this probability: x, and the gated features. seed: see seeded_dropout.
   // dtype: as in linear.
   const std::string given = c10::str("(", schema_of<ExpertArguments>(), ") -> ");
   m.def(("moe_experts" + given + "Tensor").c_str());

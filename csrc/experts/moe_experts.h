@@ -61,10 +61,12 @@ struct ExpertScales {
   c10::SymInt block(const c10::SymInt& row) const { return quant_type == "int8" ? row : block_size; }
 };
 
-/// The low-rank updates of the stacks: the weight of an expert is W + scaling * B A.
+/// The low-rank updates of the stacks: the weight of an expert is W + scaling * B A. With dropout, A reads
+/// rows of which elements are dropped: those of a token are the same for all its experts.
 struct ExpertUpdates {
   OptionalTensor gate_up_a{}, gate_up_b{}, down_a{}, down_b{};
-  double scaling = 1;
+  double scaling = 1, dropout = 0;
+  OptionalTensor seed{};
 
   template <class Self, class Visitor>
   static void fields(Self& self, Visitor& visit) {
@@ -73,7 +75,12 @@ struct ExpertUpdates {
     visit("down_a", self.down_a);
     visit("down_b", self.down_b);
     visit("scaling", self.scaling);
+    visit("dropout", self.dropout);
+    visit("seed", self.seed);
   }
+
+  /// Returns the rows, which are the input of A, or their gradients with the mask of gate_up or down.
+  Tensor dropped(Backend backend, const Tensor& rows, bool is_down) const;
 };
 
 struct ExpertSizes {

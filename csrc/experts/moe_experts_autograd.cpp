@@ -141,7 +141,7 @@ at::Tensor moe_experts(const at::Tensor& x, const at::Tensor& index, const at::T
                       options.hidden_features()};
   if (const auto& lora = options.lora()) {
     arguments.updates = {lora->gate_up_a(), lora->gate_up_b(), lora->down_a(), lora->down_b(),
-                         lora->scaling()};
+                         lora->scaling(),   lora->dropout(),   lora->seed()};
   }
   arguments.dtype = options.dtype();
   return experts::operator_of_experts()(arguments).tensor;

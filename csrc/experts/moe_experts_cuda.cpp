@@ -2,6 +2,7 @@
 // waits for it. Slots without an expert count as rows: their products are 0, and no sum reads them.
 
 #include <algorithm>
+#include <functional>
 
 #include <ATen/Functions.h>
 #include <torch/library.h>
@@ -163,24 +164,27 @@ struct Update {
   double scaling;
 };
 
+// Changes the products with A before they are added: applies the mask of their rows.
+using Mask = std::function<Tensor(const Tensor&)>;
+
 // Returns the products of the rows of slots with a stack, plus those of `low`, if that is defined, with
 // `more`.
 Tensor products_of(const CudaSlots& slots, const Tensor& rows, const Stack& stack, bool backward,
-                   const Tensor& bias, const Tensor& low, const GroupedFactor& more) {
+                   const Tensor& bias, const Tensor& low, const GroupedFactor& more, const Mask& mask = {}) {
   const auto type = low.defined() ? grouped_sum_type(rows.scalar_type()) : rows.scalar_type();
   Tensor products = at::empty({slots.count(), stack.columns(backward)}, rows.options().dtype(type));
   stack.multiply(slots.referring(), rows, backward, bias, products);
   if (!low.defined()) return products;
   const Tensor added = at::empty_like(products);
   multiply_slots(slots.plain(), low, more, {}, added);
-  return products.add_(added);
+  return products.add_(mask ? mask(added) : added);
 }
 
 // Returns the sums of such products over the slots of tokens, in the dtype `type`. The products with a
 // quantised stack exist for all columns at once, so that each code is decoded once.
 Tensor sums_of(const CudaSlots& slots, const Tensor& rows, const Stack& stack, bool backward,
                const Tensor& bias, const Tensor& low, const GroupedFactor& more, const GroupedSums& sums,
-               at::ScalarType type) {
+               at::ScalarType type, const Mask& mask = {}) {
   const auto wide = grouped_sum_type(rows.scalar_type());
   const int64_t columns = stack.columns(backward), width = columns_in_steps(slots, columns);
   Tensor out = at::empty({slots.tokens, columns}, rows.options().dtype(low.defined() ? wide : type));
@@ -195,7 +199,7 @@ Tensor sums_of(const CudaSlots& slots, const Tensor& rows, const Stack& stack, b
   if (!low.defined()) return out;
   const Tensor added = at::empty_like(out);
   sum_products(slots.plain(), low, more, {}, sums, width, added);
-  return out.add_(added).to(type);
+  return out.add_(mask ? mask(added) : added).to(type);
 }
 
 ExpertResults experts_cuda(const ExpertArguments& arguments) {
@@ -212,15 +216,22 @@ ExpertResults experts_cuda(const ExpertArguments& arguments) {
   const auto& updates = arguments.updates;
   const Update gate_up_update(updates.gate_up_a, updates.gate_up_b, updates.scaling, operands),
       down_update(updates.down_a, updates.down_b, updates.scaling, operands);
-  const Tensor h = products_of(slots, x, gate_up, /*backward=*/false, bias(arguments.gate_up_bias),
-                               gate_up_update.forward(slots.referring(), x), {gate_up_update.b})
-                       .to(type);
+  // The rows that A reads.
+  const auto dropped = [&](const Tensor& rows, bool is_down) {
+    return updates.dropout == 0 ? rows
+                                : grouped_operand(updates.dropped(Backend::kCuda, rows, is_down), operands);
+  };
+  const Tensor h =
+      products_of(slots, x, gate_up, /*backward=*/false, bias(arguments.gate_up_bias),
+                  gate_up_update.forward(slots.referring(), dropped(x, false)), {gate_up_update.b})
+          .to(type);
   const Tensor a = grouped_operand(gate_rows(arguments.options.gate(), h), operands);
   const Tensor scale = scales_of(arguments.weight, sums);
   GroupedSums of_tokens = sums_of_tokens(slots, inverse, arguments.weight.size(-1));
   of_tokens.factors = scale.const_data_ptr();
-  const Tensor out = sums_of(slots, a, down, /*backward=*/false, bias(arguments.down_bias),
-                             down_update.forward(slots.plain(), a), {down_update.b}, of_tokens, type);
+  const Tensor out =
+      sums_of(slots, a, down, /*backward=*/false, bias(arguments.down_bias),
+              down_update.forward(slots.plain(), dropped(a, true)), {down_update.b}, of_tokens, type);
   return {out.view(arguments.x.sizes()), h, order, slots.offsets};
 }
 
@@ -239,12 +250,22 @@ ExpertGradients experts_backward_cuda(const ExpertBackward& arguments) {
   const auto& updates = arguments.updates;
   const Update gate_up_update(updates.gate_up_a, updates.gate_up_b, updates.scaling, operands),
       down_update(updates.down_a, updates.down_b, updates.scaling, operands);
+  // The rows that A reads.
+  const auto dropped = [&](const Tensor& rows, bool is_down) {
+    return updates.dropout == 0 ? rows
+                                : grouped_operand(updates.dropped(Backend::kCuda, rows, is_down), operands);
+  };
+  const auto mask = [&](bool is_down) -> Mask {
+    if (updates.dropout == 0) return {};
+    return [&updates, is_down](const Tensor& rows) { return updates.dropped(Backend::kCuda, rows, is_down); };
+  };
   ExpertGradients gradients;
 
   // The gradient of a without the weight; then the weighted a.
   const Tensor grad_low_down = down_update.backward(slots.referring(), grad);
   const Tensor a =
-      products_of(slots, grad, down, /*backward=*/true, {}, grad_low_down, {down_update.a, true}).to(type);
+      products_of(slots, grad, down, /*backward=*/true, {}, grad_low_down, {down_update.a, true}, mask(true))
+          .to(type);
   const Tensor grad_h = at::empty_like(h);
   const Tensor along = gate_rows_backward(arguments.options.gate(), h, order, scale, a, grad_h);
   const Tensor weighted = grouped_operand(a, operands), upstream = grouped_operand(grad_h, operands);
@@ -268,22 +289,25 @@ ExpertGradients experts_backward_cuda(const ExpertBackward& arguments) {
   if (wants[kGradGateUp]) gradients.all[kGradGateUp] = of_stack(arguments.gate_up, x, upstream, true);
   if (wants[kGradGateUpBias]) gradients.all[kGradGateUpBias] = add_rows(slots.plain(), upstream);
   if (wants[kGradDownA])
-    gradients.all[kGradDownA] = add_products(slots.plain(), grad_low_down, weighted, false, *updates.down_a);
+    gradients.all[kGradDownA] =
+        add_products(slots.plain(), grad_low_down, dropped(weighted, true), false, *updates.down_a);
   if (wants[kGradDownB])
     gradients.all[kGradDownB] =
-        add_products(slots.referring(), grad, down_update.forward(slots.plain(), weighted), /*turned=*/true,
-                     *updates.down_b);
+        add_products(slots.referring(), grad, down_update.forward(slots.plain(), dropped(weighted, true)),
+                     /*turned=*/true, *updates.down_b);
   if (wants[kGradGateUpB])
-    gradients.all[kGradGateUpB] = add_products(
-        slots.plain(), upstream, gate_up_update.forward(slots.referring(), x), false, *updates.gate_up_b);
+    gradients.all[kGradGateUpB] =
+        add_products(slots.plain(), upstream, gate_up_update.forward(slots.referring(), dropped(x, false)),
+                     false, *updates.gate_up_b);
   if (!wants[kGradX] && !wants[kGradGateUpA]) return gradients;
   const Tensor grad_low = gate_up_update.backward(slots.plain(), upstream);
   if (wants[kGradGateUpA])
-    gradients.all[kGradGateUpA] = add_products(slots.referring(), grad_low, x, false, *updates.gate_up_a);
+    gradients.all[kGradGateUpA] =
+        add_products(slots.referring(), grad_low, dropped(x, false), false, *updates.gate_up_a);
   if (wants[kGradX]) {
     gradients.all[kGradX] =
         sums_of(slots, upstream, gate_up, /*backward=*/true, {}, grad_low, {gate_up_update.a, true},
-                sums_of_tokens(slots, inverse_of(order), arguments.weight.size(-1)), type)
+                sums_of_tokens(slots, inverse_of(order), arguments.weight.size(-1)), type, mask(false))
             .view(arguments.x.sizes());
   }
   return gradients;

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from shoestring import seeded_dropout
+
 
 def first_largest(x: Tensor, k: int) -> Tensor:
     """Return the indices of the k largest elements of the last dimension, the lowest first among equals."""
@@ -101,15 +103,25 @@ def moe_experts_reference(
     down_a: Tensor | None = None,
     down_b: Tensor | None = None,
     scaling: float = 1.0,
+    dropout: float = 0.0,
+    seed: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Compute ``moe_experts`` in plain PyTorch as transformers does by default: a loop over experts, and index_add.
 
-    LoRA is computed as PEFT does: a product with ``a``, then one with ``b``, which is scaled.
+    LoRA is computed as PEFT does: a product with ``a``, then one with ``b``, which is scaled. Dropout has masks of
+    ``seeded_dropout``: one for the tokens, and one for the slots in the order of ``moe_sort``.
     """
     dtype = dtype or x.dtype
     rows, places, factors = x.flatten(0, -2).to(dtype), index.flatten(0, -2), weight.flatten(0, -2)
     y = torch.zeros_like(rows)
+    dropped, kept = rows, None
+    if seed is not None:
+        hidden = down.shape[1 if transposed else 2]
+        dropped = rows * seeded_dropout(torch.ones_like(rows), dropout, seed=seed)
+        sorted_slots = places.masked_fill(places < 0, len(gate_up)).flatten().argsort(stable=True)
+        masks = seeded_dropout(rows.new_ones(places.numel(), hidden), dropout, seed=seed + 1)
+        kept = torch.empty_like(masks).index_copy(0, sorted_slots, masks).view(*places.shape, hidden)
     for e in range(len(gate_up)):
         first, second = ((w[e] if transposed else w[e].t()).to(dtype) for w in (gate_up, down))
         first_bias, second_bias = (0 if b is None else b[e].to(dtype) for b in (gate_up_bias, down_bias))
@@ -118,8 +130,8 @@ def moe_experts_reference(
         def update(rows: Tensor, a: Tensor | None, b: Tensor | None, e: int = e) -> Tensor | float:
             return 0.0 if a is None or b is None else rows @ a[e].t().to(dtype) @ b[e].t().to(dtype) * scaling
 
-        h = rows[token] @ first + first_bias + update(rows[token], gate_up_a, gate_up_b)
+        h = rows[token] @ first + first_bias + update(dropped[token], gate_up_a, gate_up_b)
         a = gated(h, activation, limit, interleaved)
-        y_e = a @ second + second_bias + update(a, down_a, down_b)
+        y_e = a @ second + second_bias + update(a if kept is None else a * kept[token, place], down_a, down_b)
         y = y.index_add(0, token, y_e * factors[token, place, None].to(dtype))
     return y.view(x.shape)

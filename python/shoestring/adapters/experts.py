@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from shoestring.adapters.adapted import AdaptedLayer, wide
 from shoestring.adapters.low_rank import draw
 from shoestring.adapters.options import LoraOptions
+from shoestring.layers.seeded_dropout import seeded_dropout
 from shoestring.quantization.quantized_tensor import QuantizedTensor
 
 PRODUCTS = ("matmul", "__matmul__", "mm", "bmm")
@@ -22,6 +23,8 @@ LINEAR = torch.ops.shoestring.grouped_linear
 class LowRankSum:
     """A stack of matrices ``base + left @ right``, (..., p, q), that is kept as three tensors.
 
+    With ``dropout``, a product of ``left @ right`` reads rows of which elements are dropped.
+
     A mixture of experts with adapters returns a LowRankSum when its forward reads the stacked weights. A
     product with a LowRankSum is computed as three products, without the dense sum. This holds for
     ``F.linear``, ``@``, ``matmul``, ``mm``, ``bmm``, ``grouped_mm`` and ``shoestring.grouped_linear``, also after
@@ -29,22 +32,30 @@ class LowRankSum:
     Any other function receives the dense sum as a tensor.
     """
 
-    def __init__(self, base: Tensor, left: Tensor, right: Tensor) -> None:
-        self.base, self.left, self.right = base, left, right
+    def __init__(self, base: Tensor, left: Tensor, right: Tensor, dropout: float = 0.0) -> None:
+        self.base, self.left, self.right, self.dropout = base, left, right, dropout
 
     def dense(self) -> Tensor:
         """Return ``base + left @ right`` as a tensor."""
+        if self.dropout > 0:
+            raise ValueError(
+                "lora: dropout: expected experts that multiply rows by their stacks, received some that read a stack of shape "
+                f"{tuple(self.base.shape)} otherwise; take dropout=0, or shoestring.register_experts()"
+            )
         return self.base + self.left @ self.right
+
+    def dropped(self, rows: Tensor) -> Tensor:
+        return seeded_dropout(rows, self.dropout) if self.dropout > 0 else rows
 
     def __getitem__(self, index: Any) -> "LowRankSum | Tensor":
         if isinstance(index, (int, slice)) or (isinstance(index, Tensor) and index.dim() < 2):
-            return LowRankSum(self.base[index], self.left[index], self.right[index])
+            return LowRankSum(self.base[index], self.left[index], self.right[index], self.dropout)
         return self.dense()[index]
 
     def transpose(self, a: int, b: int) -> "LowRankSum | Tensor":
         if sorted(d % self.base.dim() for d in (a, b)) == [self.base.dim() - 2, self.base.dim() - 1]:
             return LowRankSum(
-                self.base.transpose(a, b), self.right.transpose(a, b), self.left.transpose(a, b)
+                self.base.transpose(a, b), self.right.transpose(a, b), self.left.transpose(a, b), self.dropout
             )
         return self.dense().transpose(a, b)
 
@@ -72,18 +83,18 @@ class LowRankSum:
         if at == [1]:
             x, w, rest = args[0], args[1], args[2:]
             if func is F.linear:
-                return func(x, w.base, *rest, **kwargs) + F.linear(F.linear(x, w.right), w.left)
+                return func(x, w.base, *rest, **kwargs) + F.linear(F.linear(w.dropped(x), w.right), w.left)
             if func in (LINEAR, LINEAR.default):
-                low = func(x, w.right, *rest, **{**kwargs, "bias": None})
+                low = func(w.dropped(x), w.right, *rest, **{**kwargs, "bias": None})
                 up = func(low, w.left, *rest, **{**kwargs, "bias": None, "rows": None})
                 return func(x, w.base, *rest, **kwargs) + up
             if name in PRODUCTS or name in GROUPED:
                 left, right = w._padded() if name in GROUPED else (w.left, w.right)
-                low = func(x, left, *rest, **kwargs)
+                low = func(w.dropped(x), left, *rest, **kwargs)
                 return func(x, w.base, *rest, **kwargs) + func(low, right, *rest, **kwargs)
         if at == [0] and name in PRODUCTS:
             w, x = args[0], args[1]
-            return func(w.base, x) + func(w.left, func(w.right, x))
+            return func(w.base, x) + func(w.left, func(w.right, w.dropped(x)))
 
         def plain(value: Any) -> Any:
             return value.dense() if isinstance(value, cls) else value
@@ -158,7 +169,16 @@ class LoraExperts(AdaptedLayer):
         value: Any = super().__getattr__(name)
         if name not in type(self).TARGETS or not (names := self.current()):
             return value
-        return LowRankSum(value, *self.factors(name, names, value.dtype))
+        return LowRankSum(value, *self.factors(name, names, value.dtype), self.dropout_of(names))
+
+    def dropout_of(self, names: Sequence[str]) -> float:
+        """Return the probability of dropout of the adapters ``names``, which must have one while they are trained."""
+        found = {self.adapters[name].dropout for name in names} if self.training else {0.0}
+        if len(found) > 1:
+            raise ValueError(
+                f"lora: dropout: expected one probability of the active adapters of experts, received {sorted(found)}"
+            )
+        return float(found.pop())
 
     def merged(self, names: Sequence[str]) -> dict[str, Tensor]:
         result = {}

@@ -108,8 +108,8 @@ def refusal(module: nn.Module, kind: type[AdaptedLayer], options: Options) -> st
     if options.init == "orthogonal" and not issubclass(kind, (LoraEmbedding, LowRankLinear)):
         return "linear layers and embeddings for 'orthogonal'"
     if issubclass(kind, LoraExperts):
-        plain = options.dropout == 0 and not options.dora and not options.lora_bias
-        return None if plain else "no dropout, dora and lora_bias with target_parameters"
+        plain = not options.dora and not options.lora_bias
+        return None if plain else "no dora and lora_bias with target_parameters"
     if issubclass(kind, LoraEmbedding):
         return embedding_refusal(module, options)
     return conv_refusal(module) if issubclass(kind, LoraConv) else None

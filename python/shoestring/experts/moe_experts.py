@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from shoestring.adapters.experts import LowRankSum
+from shoestring.layers.seeded_dropout import draw_seed
 from shoestring.quantization.quantized_tensor import QuantizedTensor
 
 __all__ = ["ExpertLora", "moe_experts"]
@@ -22,6 +23,9 @@ class ExpertLora(NamedTuple):
     down_a: (experts, rank, hidden), where the rank may be another one.
     down_b: (experts, features, rank).
     scaling: the factor of both.
+    dropout: the probability with which an element of what a reads is dropped: of x, with one mask for all experts of a
+        token, and of the gated features. The others are divided by 1 - dropout.
+    seed: with dropout, one int64 on the device of x, which decides the masks, as of :func:`seeded_dropout`.
 
     Example:
         >>> x, stacks = torch.randn(10, 16), (torch.randn(4, 24, 16), torch.randn(4, 16, 12))
@@ -38,6 +42,8 @@ class ExpertLora(NamedTuple):
     down_a: Tensor | None = None
     down_b: Tensor | None = None
     scaling: float = 1.0
+    dropout: float = 0.0
+    seed: Tensor | None = None
 
 
 def moe_experts(
@@ -133,15 +139,18 @@ def run_stacks(
 ) -> Tensor:
     """Return :func:`moe_experts` of stacks that may have adapters, with its options."""
     factors: dict[str, Tensor] = {}
-    bases = []
+    bases, dropout = [], 0.0
     for name, stack in (("gate_up", gate_up), ("down", down)):
         if isinstance(stack, LowRankSum):
             # left @ right is added to the stack, so to the transpose of each weight if that is what the stack has
             a, b = (stack.left.mT, stack.right.mT) if transposed else (stack.right, stack.left)
             factors |= {f"{name}_a": a, f"{name}_b": b}
-            stack = stack.base
+            dropout, stack = stack.dropout, stack.base
         bases.append(stack)
-    lora = ExpertLora(**factors) if factors else None  # type: ignore[arg-type]
+    lora = None
+    if factors:
+        seed = draw_seed(x) if dropout > 0 else None
+        lora = ExpertLora(**factors)._replace(dropout=dropout, seed=seed)  # type: ignore[arg-type]
     return moe_experts(x, index, weight, bases[0], bases[1], transposed=transposed, lora=lora, **options)
 
 

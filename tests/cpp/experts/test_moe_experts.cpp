@@ -97,6 +97,27 @@ TEST_CASE("moe_experts computes LoRA like updated weights", "[moe_experts]") {
   });
 }
 
+TEST_CASE("moe_experts drops elements of what LoRA reads", "[moe_experts]") {
+  const Tensor x = torch::randn({6, 9}), weight = torch::ones({6, 1}), gate_up = torch::randn({2, 14, 9});
+  const Tensor down = torch::randn({2, 9, 7}), index = torch::tensor({0, 1, 1, 0, 0, 1}).view({6, 1});
+  const Tensor a = torch::randn({2, 3, 9}), b = torch::randn({2, 14, 3}), seed = torch::tensor({int64_t{5}});
+  const auto with = [&](const Tensor& rows, const ExpertLora& lora) {
+    return moe_experts(rows, index, weight, gate_up, down, MoeExpertsOptions().lora(lora));
+  };
+  const auto lora = ExpertLora().gate_up_a(a).gate_up_b(b).dropout(0.5).seed(seed);
+  // The dense product reads whole rows, and LoRA those of seeded_dropout. A weight of 0 leaves LoRA alone.
+  const Tensor rows = shoestring::seeded_dropout(x, seed, 0.5);
+  const auto alone = [&](const Tensor& of, const ExpertLora& given) {
+    const Tensor zeros = at::zeros_like(gate_up);
+    return moe_experts(of, index, weight, zeros, down, MoeExpertsOptions().lora(given));
+  };
+  CHECK(at::allclose(alone(x, lora), alone(rows, ExpertLora().gate_up_a(a).gate_up_b(b)), 1e-4, 1e-5));
+  CHECK_FALSE(at::allclose(with(x, lora), with(rows, ExpertLora().gate_up_a(a).gate_up_b(b)), 1e-4, 1e-5));
+  CHECK_THROWS_WITH(with(x, ExpertLora().gate_up_a(a).gate_up_b(b).dropout(0.5)), Catch::Contains("seed"));
+  CHECK_THROWS_WITH(with(x, ExpertLora().dropout(0.5).seed(seed)),
+                    Catch::Contains("moe_experts: dropout: expected 0 without LoRA"));
+}
+
 TEST_CASE("moe_experts reads quantised stacks", "[moe_experts]") {
   const bool bytes = GENERATE(false, true);
   const Tensor x = torch::randn({6, 32}).set_requires_grad(true),

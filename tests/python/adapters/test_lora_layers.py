@@ -286,8 +286,8 @@ def test_errors() -> None:
             r"expected dense weights of 2 or 3 dimensions or quantised stacks of experts, received model.norm.weight",
         ),
         (
-            {"target_parameters": BOTH, "dropout": 0.1},
-            "expected no dropout, dora and lora_bias with target_parameters",
+            {"target_parameters": BOTH, "dora": True},
+            "expected no dora and lora_bias with target_parameters",
         ),
     ]:
         with pytest.raises(ValueError, match=message):

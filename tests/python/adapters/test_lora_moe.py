@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lora_models import assert_files_agree, logits, randomise
-from shoestring import lora
+from shoestring import checkpoint, lora, register_experts
 from shoestring.adapters.experts import LoraExperts
 
 peft = pytest.importorskip("peft")
@@ -132,8 +132,8 @@ def test_errors() -> None:
         ),
         ({"target_modules": r".*\.0\.mlp\.experts\.w\d"}, "does not match model.layers.1.mlp.experts.w"),
         (
-            {"target_modules": "all-linear", "dropout": 0.1},
-            "no dropout, dora and lora_bias with target_param",
+            {"target_modules": "all-linear", "dora": True},
+            "no dora and lora_bias with target_param",
         ),
         ({"target_modules": ["gate"], "init": "orthogonal"}, "linear layers and embeddings for 'orthogonal'"),
     ]:
@@ -232,3 +232,61 @@ def test_files_of_transformers_4_that_lack_an_expert(tmp_path: Path) -> None:
         ValueError, match=r"experts: expected the same shapes for all experts, received others"
     ):
         lora.load_adapter(build(), tmp_path)
+
+
+@pytest.mark.parametrize("how", ["eager", "grouped_mm", "shoestring", "quantised"])
+def test_dropout_of_experts(how: str) -> None:
+    """A mask changes the adapters alone, is drawn anew, and has the results without dropout as its mean."""
+    model = build("Qwen3Moe")
+    model.set_experts_implementation(
+        "eager" if how == "quantised" else register_experts() if how == "shoestring" else how
+    )
+    options: dict[str, Any] = {"quantize": "int8"} if how == "quantised" else {}
+    parameters = ["experts.gate_up_proj", "experts.down_proj"]
+    lora.apply(model, rank=2, target_modules=[], target_parameters=parameters, dropout=0.5, **options)
+    whole = logits(model)
+    model.train()
+    assert torch.equal(logits(model), whole)  # B is 0
+    randomise(model)
+    expected = logits(model.eval())
+    model.train()
+    torch.manual_seed(0)
+    first, second = logits(model), logits(model)
+    torch.manual_seed(0)
+    assert torch.equal(logits(model), first) and not torch.equal(first, second)
+    ids = torch.arange(12)[None]
+    run = functools.partial(lambda ids: model(input_ids=ids, labels=ids).loss)
+    grads = []
+    for call in (run, lambda ids: checkpoint(run, ids)):
+        torch.manual_seed(3)
+        model.zero_grad()
+        call(ids).backward()
+        grads.append([p.grad.clone() for p in model.parameters() if p.requires_grad])
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True)) and len(grads[0]) == 4
+    layer: Any = model.model.layers[0].mlp.experts
+    x, index, weight = torch.randn(7, 32), torch.arange(14).view(7, 2) % 4, torch.rand(7, 2)
+    with torch.no_grad():
+        layer.lora_B_down_proj["default"].zero_()  # after the gate, the mean is another one
+        samples = torch.stack([layer(x, index, weight) for _ in range(2)])
+        model.eval()
+        assert not torch.equal(samples[0], samples[1]) and layer(x, index, weight).isfinite().all()
+    assert expected.isfinite().all()
+
+
+def test_dropout_needs_products() -> None:
+    model = lora.apply(
+        build("Qwen3Moe"), rank=2, target_modules=[], target_parameters=["experts.down_proj"], dropout=0.5
+    )
+    layer: Any = model.model.layers[0].mlp.experts.train()
+    with pytest.raises(
+        ValueError, match="lora: dropout: expected experts that multiply rows by their stacks"
+    ):
+        layer.down_proj.sum()
+    lora.apply(
+        model, rank=2, target_modules=[], target_parameters=["experts.down_proj"], adapter_name="other"
+    )
+    lora.set_adapter(model, ["default", "other"])
+    with pytest.raises(
+        ValueError, match=r"one probability of the active adapters of experts, received \[0.0, 0.5\]"
+    ):
+        _ = layer.down_proj

@@ -78,6 +78,10 @@ LORA: Arguments = {
     "down_b": lambda _, features: normal(EXPERTS, features, RANK + 1),
     "scaling": 0.5,
 }
+DROPOUT: Arguments = {
+    "dropout": 0.3,
+    "seed": lambda *_: Draw((1,), lambda shape, g: torch.randint(2**62, shape, generator=g, device="cpu")),
+}
 # A limit far above all features: rounding decides about a gradient at a limit.
 GPT_OSS = BIASES | TRANSPOSED | {"activation": "swigluoai", "limit": 7.0, "interleaved": True}
 
@@ -105,6 +109,8 @@ class TestMoeExperts(OperatorTests):
             BF16 | TRANSPOSED,
             GPT_OSS | LORA,
             BF16 | LORA,
+            LORA | DROPOUT,
+            GPT_OSS | LORA | DROPOUT,
         ],
         autocast=lambda given: given | BF16,
         # like eager PyTorch, the operator rounds the features of each slot and their gradients

@@ -90,6 +90,11 @@ struct ExpertLora {
   TORCH_ARG(std::optional<at::Tensor>, down_a) = std::nullopt;
   TORCH_ARG(std::optional<at::Tensor>, down_b) = std::nullopt;
   TORCH_ARG(double, scaling) = 1.0;
+  /// The probability with which an element of the rows that a reads is dropped: of x, and of the gated
+  /// features.
+  TORCH_ARG(double, dropout) = 0.0;
+  /// With dropout: one int64 on the device of x, which decides the masks.
+  TORCH_ARG(std::optional<at::Tensor>, seed) = std::nullopt;
 };
 
 /// Options of moe_experts.

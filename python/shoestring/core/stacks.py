@@ -11,6 +11,8 @@ from torch import Tensor, nn
 READS_STACKS = "_shoestring_reads_stacks"
 # Attribute of a module of experts that processes have split: an object with send(x, index, weight) and receive(sent).
 EXCHANGE = "_shoestring_exchange"
+# Attribute of a parameter of such a module, or of its adapters: each process has other values.
+OF_ONE_PROCESS = "_shoestring_of_one_process"
 
 
 class Reader(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from shoestring.core.module_argument import check_module
 from shoestring.core.presence import expect_here
-from shoestring.core.stacks import EXCHANGE, reads_stacks, stacks_of
+from shoestring.core.stacks import EXCHANGE, OF_ONE_PROCESS, reads_stacks, stacks_of
 from shoestring.distributed.groups import group_or_default
 from shoestring.quantization.quantized_tensor import QuantizedTensor, join_rows
 
@@ -42,7 +42,36 @@ class ExpertParallelReport:
     modules: dict[str, nn.Module]
     ranks: int
     experts: int
+    _group: dist.ProcessGroup
     _undo: list[Callable[[], None]] = field(default_factory=list, init=False, repr=False)
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float) -> Tensor:
+        """Clip the gradients of all processes together, as ``torch.nn.utils.clip_grad_norm_`` does in one with all experts.
+
+        Call it on all processes, after the gradients of the parameters that all have are averaged.
+
+        Args:
+            parameters: all trained parameters of the model. Those without a gradient do not count.
+            max_norm: the largest norm.
+
+        Returns:
+            The norm before clipping, the same on all processes.
+        """
+        own = {p for module in self.modules.values() for p in module.parameters()}
+        grads = [(int(p in own), p.grad) for p in parameters if p.grad is not None]
+        device = next(iter(own)).device
+        squares = torch.zeros(
+            2, dtype=torch.float64, device=device
+        )  # of the parameters of all, and of the experts
+        for of_experts, grad in grads:
+            squares[of_experts] += torch.linalg.vector_norm(grad, dtype=torch.float64).square()
+        dist.all_reduce(squares[1:], group=self._group)
+        norm = squares.sum().sqrt()
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for _, grad in grads:
+            grad.mul_(factor.to(grad.dtype))
+        return norm
 
     def undo(self) -> None:
         """Give the modules all their experts again, with the values that the processes have now. Call it on all of them.
@@ -63,7 +92,7 @@ def expert_parallel(model: nn.Module, group: dist.ProcessGroup | None = None) ->
 
     Gradients of experts are the mean over the processes of the gradients of their losses, so they have the scale of all
     other gradients once these are averaged. ``parallelize(model, "ddp")`` averages the others and leaves the experts
-    out. Without it, average the others yourself, for example by :func:`shoestring.distributed.mean_over_ranks`.
+    out. Clip by ``clip_grad_norm_`` of the report: an optimizer with ``max_grad_norm`` refuses to step. Without "ddp", average the others yourself, for example by :func:`shoestring.distributed.mean_over_ranks`.
 
     All processes must call forward and backward of the model equally often. Recomputation by ``shoestring.checkpoint``
     sends the same tokens again.
@@ -105,7 +134,7 @@ def expert_parallel(model: nn.Module, group: dist.ProcessGroup | None = None) ->
     parts = {name: _part(name, module, rank, ranks) for name, module in modules.items()}
     expect_here(CALLER, model, tuple(modules))
     counts = {name: next(stacks_of(module))[1].shape[0] // ranks for name, module in modules.items()}
-    report = ExpertParallelReport(modules, ranks, sum(counts.values()))
+    report = ExpertParallelReport(modules, ranks, sum(counts.values()), group)
     for name, module in modules.items():
         module._parameters.update(parts[name])
         exchange = Exchange(module, counts[name], group)
@@ -192,6 +221,8 @@ class Exchange:
             index: (..., top_k), int64: experts of all processes; -1 is no expert.
             weight: (..., top_k).
         """
+        for parameter in self.module.parameters():  # adapters may be new
+            setattr(parameter, OF_ONE_PROCESS, True)
         tokens, top_k = x.reshape(-1, x.shape[-1]), index.shape[-1]
         index, weight = index.reshape(-1, top_k), weight.reshape(-1, top_k)
         total = self.experts * self.ranks

@@ -322,6 +322,7 @@ def parallelize(
     replicas = ranks // split
     if grid is not None:
         check_rows(model, split)
+        _check_read(model, strategy)
     if compress is not None and strategy == "hsdp" and replicas == 1 < ranks:
         _refuse(
             "compress",
@@ -526,6 +527,17 @@ def _check_mesh(strategy: str, mesh: DeviceMesh | tuple[int, ...], ranks: int) -
         _refuse("mesh", f"a product of {ranks}, the number of processes", f"{shape}")
     if dimensions == 2 and not isinstance(mesh, tuple) and mesh.mesh_dim_names is None:
         _refuse("mesh", "names of its two dimensions", "none. Pass mesh_dim_names to init_device_mesh.")
+
+
+def _check_read(model: nn.Module, strategy: str) -> None:
+    """Raise if a module reads something else than a parameter by its name: ``fully_shard`` takes what it reads."""
+    for name, module in model.named_modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None and getattr(module, key) is not parameter:
+                _refuse(
+                    "strategy", "'ddp', 'zero1' or 'zero2' for a model with adapters on stacks of experts", f"{strategy!r}, "
+                    f"which cannot split {name}.{key}. Or give the adapters other targets"
+                )  # fmt: skip
 
 
 def check_rows(model: nn.Module, shards: int) -> None:

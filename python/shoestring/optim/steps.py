@@ -9,6 +9,7 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from shoestring.core.one_thread import one_thread
+from shoestring.core.stacks import OF_ONE_PROCESS
 from shoestring.optim.interrupts import Uninterrupted
 
 
@@ -36,9 +37,22 @@ class Steps(Optimizer):
         # C++ reads ``grad`` without Python's lock. Another thread that replaces a gradient would free it meanwhile.
         groups = self.param_groups if threading.active_count() > 1 else []
         gradients = [p.grad for group in groups for p in group["params"]]
+        self._check_norm()
         with Uninterrupted():
             self._step()
         del gradients
+
+    def _check_norm(self) -> None:
+        """Raise ValueError if the step would clip to a norm that differs between processes."""
+        norm = getattr(self, "max_grad_norm", None)
+        if norm is not None and any(
+            hasattr(p, OF_ONE_PROCESS) for g in self.param_groups for p in g["params"]
+        ):
+            raise ValueError(
+                f"{self._name}: max_grad_norm: expected None with experts that processes have split, since each has another "
+                f"norm and would clip the other weights differently, received {norm}. Call clip_grad_norm_ of the report of "
+                "expert_parallel before the step"
+            )
 
     @property
     def _name(self) -> str:

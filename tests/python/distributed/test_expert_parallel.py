@@ -241,3 +241,96 @@ def _refused(rank: int) -> None:
 
 def test_what_is_refused(tmp_path: Path) -> None:
     run(2, tmp_path, _refused)
+
+
+def _clipped(rank: int) -> None:
+    """Clipping by the norm of all experts gives each process the weights of one that has all of them."""
+    ranks = dist.get_world_size()
+    whole, model = build(torch.float32), build(torch.float32)
+    report = shoestring.expert_parallel(model)
+    shoestring.parallelize(model, "ddp")
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (whole, model)]
+    alone(whole, ranks, [None] * 4)
+    expected = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.1)
+    model(batch(rank).float()).square().sum().backward()
+    received = report.clip_grad_norm_(model.parameters(), 0.1)
+    torch.testing.assert_close(received.float(), expected, rtol=1e-5, atol=0)
+    for optimizer in optimizers:
+        optimizer.step()
+    wanted = dict(whole.named_parameters())
+    for name, p in model.named_parameters():
+        reference = part_of(wanted[name], rank, ranks) if ".experts." in name else wanted[name]
+        torch.testing.assert_close(p, reference, rtol=1e-4, atol=1e-6, msg=name)
+    clipping = shoestring.optim.AdamW(model.parameters(), max_grad_norm=1.0)
+    before = [p.clone() for p in model.parameters()]
+    with pytest.raises(
+        ValueError, match="AdamW: max_grad_norm: expected None with experts that processes have split"
+    ):
+        clipping.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_clipping_counts_the_experts_of_all(tmp_path: Path) -> None:
+    run(2, tmp_path, _clipped)
+
+
+def _sharded(rank: int, quantize: str) -> None:
+    """Codes of stacks are split by experts, beside a layer that is trained."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.moe = nn.Linear(64, 64), shoestring.nn.MoE(64, 64, 4, 2, renormalize=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = x + self.moe(self.first(x))[0]
+            return y
+
+    models = []
+    for _ in range(2):
+        torch.manual_seed(7)
+        model = nn.Sequential(Block(), Block())
+        shoestring.lora.apply(model, rank=2, target_modules=["first"], quantize=quantize)
+        for name, p in model.named_parameters():
+            if "lora_B" in name:
+                nn.init.normal_(p, std=0.1)
+        models.append(model)
+    whole, split = models
+    assert shoestring.count_experts(whole) == (8, 0)
+    shoestring.parallelize(split, "zero3")
+    stack: Any = split.get_submodule("0.moe.experts")._parameters["gate_up_proj"]
+    assert stack.to_local().shape[0] == 2
+    inputs = [torch.randn(6, 64, generator=torch.Generator().manual_seed(r)) for r in range(2)]
+    for _ in range(2):
+        sum(whole(x).square().mean() / 2 for x in inputs).backward()  # type: ignore[union-attr]
+        split(inputs[rank]).square().mean().backward()
+    wanted = dict(whole.named_parameters())
+    for name, p in split.named_parameters():
+        if p.requires_grad:
+            torch.testing.assert_close(
+                p.grad.full_tensor(), wanted[name].grad, rtol=1e-4, atol=1e-6, msg=name
+            )  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("quantize", ["nf4", "int8"])
+def test_zero3_splits_the_codes_of_experts(tmp_path: Path, quantize: str) -> None:
+    run(2, tmp_path, _sharded, quantize)
+
+
+def _refused_with_adapters(rank: int) -> None:
+    model = build(torch.float32)
+    shoestring.lora.apply(model, rank=2, target_modules=[], target_parameters=["experts.down_proj"])
+    for strategy in ("zero3", "hsdp"):
+        with pytest.raises(
+            ValueError,
+            match=r"adapters on stacks of experts, received '\w+', which cannot split moes.0.experts.down",
+        ):
+            shoestring.parallelize(model, strategy, mesh=(1, 2) if strategy == "hsdp" else None)
+    shoestring.parallelize(model, "zero2")
+    optimizer = shoestring.optim.AdamW(p for p in model.parameters() if p.requires_grad)
+    model(batch(rank).float()).square().mean().backward()
+    optimizer.step()
+
+
+def test_zero3_refuses_adapters_of_experts(tmp_path: Path) -> None:
+    run(2, tmp_path, _refused_with_adapters)

@@ -35,8 +35,8 @@ EXPERTS: dict[str, Any] = dict(
         (LlamaConfig(**SIZES), "no part of a block", True),
         (GPT2Config(vocab_size=64, n_embd=64, n_layer=2, n_head=4), "no part of a block", True),
         (Phi3Config(**SIZES), "2 x Phi3MLP", True),
-        (MixtralConfig(**SIZES), "2 x MixtralSparseMoeBlock; 2 x MixtralExperts", True),
-        (Qwen2MoeConfig(**SIZES, **EXPERTS), "2 x Qwen2MoeExperts", True),
+        (MixtralConfig(**SIZES), "2 x MixtralTopKRouter", True),
+        (Qwen2MoeConfig(**SIZES, **EXPERTS), "2 x Qwen2MoeTopKRouter; 2 x Linear", True),
         (
             Mamba2Config(vocab_size=64, hidden_size=64, num_hidden_layers=2, num_heads=8, head_dim=16, state_size=16, n_groups=1),
             "2 x Mamba2Mixer",

@@ -104,7 +104,9 @@ def test_fixed_choices(number: int, seed: int) -> None:
         except ValueError:
             assert "without it, no plan fits" in reason["text"]
         else:
-            assert other["seconds"] >= found["seconds"] and f"{other['seconds']:.3g} s" in reason["text"]
+            is_as_fast = other["seconds"] < 1.005 * found["seconds"]  # within half a percent
+            expected = "as fast as without it" if is_as_fast else f"{other['seconds']:.3g} s"
+            assert other["seconds"] >= found["seconds"] and expected in reason["text"]
 
 
 def test_nothing_is_switched_on_without_need(seed: int) -> None:
